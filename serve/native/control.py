@@ -143,9 +143,8 @@ class ControlRoutes:
 
 def described_config(config: Any) -> dict[str, Any]:
     """Return what trainers read of a `VllmConfig`, and no secret."""
-    from vllm_fp8ext.compat.update.native_engines import configured_name
-
-    model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
+    model, parallel = config.model_config, config.parallel_config
+    transfer = getattr(config, "weight_transfer_config", None)
     return {
         "model_config": {
             "model": str(model.model),
@@ -165,10 +164,15 @@ def described_config(config: Any) -> dict[str, Any]:
         },
         "cache_config": {"cache_dtype": config.cache_config.cache_dtype},
         "lora_config": None if config.lora_config is None else {"max_loras": config.lora_config.max_loras},
-        "weight_transfer_config": None
-        if transfer is None
-        else {"backend": configured_name(transfer.backend)},
+        "weight_transfer_config": None if transfer is None else {"backend": _written(transfer.backend)},
     }
+
+
+def _written(backend: str) -> str:
+    """Return the name that the user wrote for an engine of weight transfer."""
+    from vllm_fp8ext.compat.update.native_engines import configured_name
+
+    return configured_name(backend)
 
 
 def _client(request: Request) -> Any:

@@ -37,6 +37,7 @@ GONE = {
     "sampling_cudagraph": "get_logprobs_dims",
     "shared_segments": "ShmTensorArena",
     "slot_fast_path": "num_cached_block",
+    "weight_transfer": "RLOfflineMixin",
 }
 """By feature, a name that no vLLM of the future need have."""
 AND_WITH_FUSION = {"norm_rope"}

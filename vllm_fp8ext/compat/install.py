@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_fp8ext.compat import unsupported_options
 from vllm_fp8ext.compat.features import require_core
-from vllm_fp8ext.compat.update import engine_core, native_engines, native_methods, owner_process, worker
+from vllm_fp8ext.compat.update import engine_core, owner_process, worker
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY
 
 FEATURE: str = "core"
@@ -43,11 +43,21 @@ def install() -> None:
     worker.install()
     engine_core.install()
     unsupported_options.install()
-    native_engines.install()
-    native_methods.install()
+    _install_weight_transfer()
     owner_process.install()
     _record_segments()
     _installed = True
+
+
+def _install_weight_transfer() -> None:
+    """Lead vLLM's weight transfer to the update engine; where vLLM lacks a name the feature is off."""
+    try:
+        from vllm_fp8ext.compat.update import native_engines, native_methods
+
+        native_engines.install()
+        native_methods.install()
+    except (ImportError, AttributeError) as error:
+        logger.debug("fp8ext: vLLM's weight transfer is not served: %s", error)
 
 
 def _record_segments() -> None:

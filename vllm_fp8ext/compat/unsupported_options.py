@@ -9,9 +9,9 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_fp8ext.compat.features import is_available, tell
+from vllm_fp8ext.compat.features import is_available, reason_missing, tell
 from vllm_fp8ext.compat.speed import serving_speed
-from vllm_fp8ext.compat.update import api_processes, native_engines
+from vllm_fp8ext.compat.update import api_processes
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -51,7 +51,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
             tell(config)
-            native_engines.configure(config.weight_transfer_config)
+            _configure_transfer(config)
             serving_speed.install(settings.serving)
             api_processes.install(config, settings.spool_dir)
             if current_platform.is_cuda():
@@ -71,6 +71,27 @@ def _configure_graphs(config: Any, arguments: Any, settings: Settings) -> None:
         from vllm_fp8ext.compat.speed import piecewise_capture_sizes
 
         piecewise_capture_sizes.configure(config, arguments, settings.kernels.graph_tokens)
+
+
+def _configure_transfer(config: Any) -> None:
+    """Give a blockfp8 model this plugin's engines of weight transfer."""
+    if is_available("weight_transfer"):
+        from vllm_fp8ext.compat.update import native_engines
+
+        native_engines.configure(config.weight_transfer_config)
+
+
+def _unsupported_transfer(config: Any) -> str | None:
+    """Return why a configured engine of weight transfer can't serve a blockfp8 model."""
+    transfer = getattr(config, "weight_transfer_config", None)
+    if transfer is None:
+        return None
+    missing = reason_missing("weight_transfer")
+    if missing is not None:
+        return f"--weight-transfer-config: the feature weight_transfer is off, {missing}"
+    from vllm_fp8ext.compat.update import native_engines
+
+    return native_engines.unsupported(transfer)
 
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
@@ -108,7 +129,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
             "VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which "
             "this plugin's replace; expected fp8ext among VLLM_PLUGINS, or the variable unset"
         )
-    transfer = native_engines.unsupported(config.weight_transfer_config)
+    transfer = _unsupported_transfer(config)
     if transfer is not None:
         never.append(f"{transfer}: it would write into served codes")
     try:

@@ -79,7 +79,7 @@ class CoreAccess:
         self.settings = Settings.parse(config.additional_config)
         self.quantization = config.model_config.quantization
         self.kv_cache_dtype = config.cache_config.cache_dtype
-        transfer = config.weight_transfer_config
+        transfer = getattr(config, "weight_transfer_config", None)
         self.weight_transfer: str | None = transfer.backend if transfer is not None else None
         self.device_type: str = config.device_config.device_type
         self.vocabulary = config.model_config.get_vocab_size()

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm_fp8ext.errors import ForeignLoadError
 from vllm_fp8ext.update.engine.native import IPC, NCCL
 
-FEATURE: str = "core"
+FEATURE: str = "weight_transfer"
 WHY: str = "Serve vLLM's weight transfer by the update engine: vLLM's own engines write into served codes."
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = ()

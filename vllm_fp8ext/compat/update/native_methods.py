@@ -16,7 +16,7 @@ from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import UpdateError
 
-FEATURE: str = "core"
+FEATURE: str = "weight_transfer"
 WHY: str = "Open, feed and commit updates in the engine core, whoever calls vLLM's weight transfer methods."
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = (
