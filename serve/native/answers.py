@@ -27,13 +27,20 @@ def error_answer(error: UpdateError) -> JSONResponse:
     return JSONResponse({"error": body, **error.details}, status_code=error.status, headers=headers)
 
 
+def closed(message: str) -> JSONResponse:
+    """Return the answer of a route that nobody may call (403)."""
+    error = {"message": message, "type": "PermissionDeniedError", "param": None, "code": 403}
+    return JSONResponse({"error": error}, status_code=403)
+
+
 def guarded(endpoint: Endpoint, access: NativeAccess, refused: Callable[[str], None]) -> Endpoint:
     """Ask who calls before anything is read, and answer every refusal in vLLM's form. `refused` is told the kind of each."""
 
     async def answer(request: Request) -> Response:
         try:
             access.check(request)
-            return JSONResponse(await endpoint(request))
+            content = await endpoint(request)
+            return content if isinstance(content, Response) else JSONResponse(content)
         except UpdateError as error:
             refusal = error
         except Exception as error:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints that pause generation, give memory back, and describe the server."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,8 @@ from starlette.requests import Request
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.backend import Backend
-from vllm_fp8ext.serve.native.answers import Endpoint, body_of, choice, flag
+from vllm_fp8ext.serve.native.answers import Endpoint, body_of, choice, closed, flag
+from vllm_fp8ext.serve.native.worker_extension import require_method
 from vllm_fp8ext.serve.work import run_to_end
 from vllm_fp8ext.update.contract.operations import Operation
 
@@ -112,17 +114,17 @@ class ControlRoutes:
 
         Weights that it loads are an update, which has been served, or refused, when this answers. It has no time limit.
 
+        Without an extension the route is closed (403).
+
         Raises:
-            UpdateError: `invalid-request`: no public method; `no-worker-extension`.
+            UpdateError: `invalid-request`: no public method that the extension defines.
         """
         client = _client(request)
+        extension = client.vllm_config.parallel_config.worker_extension_cls
+        if not extension:
+            return closed("/collective_rpc is closed on a blockfp8 server without --worker-extension-cls")
         body = await body_of(request, "RpcBody", self._backend.bodies)
-        if body["method"].startswith("fp8ext"):
-            message = f"method: expected one of the worker extension, found {body['method']!r:.100}"
-            raise UpdateError("invalid-request", message, status=422)
-        if client.vllm_config.parallel_config.worker_extension_cls in (None, ""):
-            message = "/collective_rpc: expected a server with --worker-extension-cls, whose methods it calls"
-            raise UpdateError("no-worker-extension", message)
+        await asyncio.to_thread(require_method, extension, body["method"])
         call = client.collective_rpc(body["method"], None, tuple(body["args"]), body["kwargs"])
         results: list[Any] = []
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.native.access import NativeAccess
-from vllm_fp8ext.serve.native.answers import Endpoint, guarded
+from vllm_fp8ext.serve.native.answers import Endpoint, closed, guarded
 from vllm_fp8ext.serve.native.areal import ArealRoutes
 from vllm_fp8ext.serve.native.control import ControlRoutes
 from vllm_fp8ext.serve.native.prime_rl import PrimeRlRoutes
@@ -70,7 +70,6 @@ def _refusal(path: str) -> Callable[[], Awaitable[Response]]:
     message = f"{path} is closed on a blockfp8 server: it needs no key, and is not one of the routes that trainers need"
 
     async def refuse() -> Response:
-        error = {"message": message, "type": "PermissionDeniedError", "param": None, "code": 403}
-        return JSONResponse({"error": error}, status_code=403)
+        return closed(message)
 
     return refuse

@@ -454,13 +454,12 @@ def test_the_rest_of_dev_mode_is_closed(single_native: Server, path: str) -> Non
 
 
 def test_workers_are_called_by_their_extension_alone(single_native: Server) -> None:
+    """Without one the call is as closed as the rest of dev mode; `test_no_weights.py` has one."""
     with Trainer(single_native) as trainer:
-        for method, kind in (
-            ("x", "no-worker-extension"),
-            ("_x", "invalid-request"),
-            ("fp8ext", "invalid-request"),
-        ):
-            assert trainer.post("/collective_rpc", {"method": method}).json()["error"]["type"] == kind
+        for method in ("x", "_x", "fp8ext", "load_model"):
+            status, kind, message = trainer.refused("/collective_rpc", {"method": method})
+            assert (status, kind) == (403, "PermissionDeniedError")
+            assert "closed on a blockfp8 server without --worker-extension-cls" in message
 
 
 def test_nobody_comes_in_without_the_key(single_native: Server) -> None:

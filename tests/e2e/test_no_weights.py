@@ -45,6 +45,10 @@ def test_requests_are_refused_until_a_first_full_update(empty: Server) -> None:
             "args": [str(LATE), names[:4]],
             "kwargs": {"end": "finalize_layerwise_reload"},
         }
+        for method in ("update_weights", "load_model", "fp8ext"):
+            status, kind, message = trainer.refused("/collective_rpc", {"method": method})
+            assert (status, kind) == (422, "invalid-request")
+            assert "loading_worker.LoadingWorker" in message
         assert trainer.post("/collective_rpc", part).status_code == 500
         assert client.weights().state == "no-weights"
         whole = {"method": "load", "args": [str(LATE), names], "kwargs": {"end": "finalize_layerwise_reload"}}
