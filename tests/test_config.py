@@ -62,6 +62,8 @@ def test_what_json_can_say_is_taken() -> None:
         "update_lifetime_seconds": 90,
         "canary": {"prompts": [[1, 2, 3], [4, 5]], "max_perplexity": 20},
         "trusted_clients": ["127.0.0.1/32"],
+        "dummy_weights": "serve",
+        "load_weights_end": "complete",
         "native_complete": True,
         "native_pickled_handles": True,
         "native_update_seconds": 30.0,

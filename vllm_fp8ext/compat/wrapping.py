@@ -21,7 +21,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     # messages are merged as they are once they are unpacked
     "get_output_async": ("packed_logprobs", "merged_messages"),
     # our attention does not call what it replaces where requests decode: the recorder would see prompts alone
-    "forward": ("decode_attention", "kv_recorder"),
+    "forward": ("layer_attention", "kv_recorder"),
 }
 """Files that wrap the same method, the innermost first."""
 
