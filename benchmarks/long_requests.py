@@ -29,7 +29,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
-from vllm_fp8ext.bench.http_client import AnswerError, Clients, Load
+from vllm_fp8ext.bench.http_client import AnswerError, Clients, HttpLoad
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import wait_for_all
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
@@ -95,7 +95,7 @@ def _rates(
 ) -> Iterator[dict[str, Any]]:
     asked = ((None, False), (0, False), (0, True))
     for position in options.positions:
-        load = Load(
+        load = HttpLoad(
             requests=options.requests,
             samples=PER_PROMPT,
             tokens=position,
@@ -125,7 +125,7 @@ def _rates(
             }
 
 
-def _decode_seconds(url: str, load: Load, clients: Clients, seed: int) -> float:
+def _decode_seconds(url: str, load: HttpLoad, clients: Clients, seed: int) -> float:
     """What answers take once their prompts are cached: the same load is asked for one token each before."""
     clients.ask(url, replace(load, output=1, streamed=False), seed, LONGEST_SECONDS)
     return clients.ask(url, load, seed, LONGEST_SECONDS).seconds

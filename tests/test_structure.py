@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_fp8ext.compat.interfaces import Interface
+from vllm_fp8ext.compat.probe import SourceTree
+
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_fp8ext"
 LINKED = ("kernels", "serve", "loadtest")
@@ -360,6 +363,20 @@ def test_every_file_begins_with_its_license() -> None:
         if line not in [text for text in path.read_text().splitlines()[:2] if not text.startswith("#!")][:1]
     ]
     assert without == []
+
+
+def test_names_that_are_imported_exist() -> None:
+    """In every file, those that no test runs here among them: programs on a GPU, benchmarks, examples."""
+    tree = SourceTree(PROJECT)
+    missing = [
+        f"{path.relative_to(PROJECT)}: {problem}"
+        for path, source in sources().items()
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom) and not node.level and within(node.module or "", PACKAGE)
+        for alias in node.names
+        if (problem := tree.problem(Interface(module=str(node.module), name=alias.name, why="import it")))
+    ]
+    assert missing == []
 
 
 def test_nothing_imports_scripts() -> None:
