@@ -19,7 +19,7 @@ IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
 )
-"""What a case is of; everything else was measured."""
+"""Identity of a case; everything else was measured."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")
 """What a case and its BF16 have in common."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each feature that reaches into vLLM gains: engines with all of them, and without one at a time, in turn.
+"""Measure what features that reach into vLLM gain: engines with all, and without one at a time, in turn.
 
     python benchmarks/features.py --shape Qwen3-8B --cases 8x1024x512 128x1024x512 --out features.json -- --kv fp8 --lend
     python benchmarks/features.py --served --shape Qwen3-8B --cases 128:logprobs=0 --out features.json -- --kv fp8
@@ -36,7 +36,7 @@ IN_ENGINE = (
 )
 IN_SERVER = ("flat_answers", "flat_logprobs", "json_responses", "output_interval")
 LEAST_GAIN = 0.02
-"""That a feature earns its place by, in some case."""
+"""Gain by which a feature earns its place, in some case."""
 console = Console(width=120, highlight=False)
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _compared(feature: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each case, the engine with all features and the one without this."""
+    """Compare the engine with all features and the one without this, in each case."""
     asked = ("requests", "input", "output", "route", "logprobs", "streamed", "one_request", "kv", "kv_cache")
     compared = []
     for off in cases:

@@ -12,33 +12,31 @@ Weights are generated, and answers sampled at temperature 1.
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import random
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
+from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.http_client import AnswerError, Clients, HttpLoad
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.bench.servers import wait_for_all
+from vllm_fp8ext.bench.servers import variant_servers
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
 
 LONGEST_SECONDS = 1800.0
 """For one load."""
 PER_PROMPT = 8
 """Answers to each prompt."""
-GIB = 1 << 30
 console = Console(width=140, highlight=False)
 
 
@@ -47,8 +45,7 @@ def main() -> int:
     origin, cases = provenance(), []
     with (
         checkpoint(options.checkpoint, options.shape) as folder,
-        tempfile.TemporaryDirectory() as logs,
-        _servers(folder, Path(logs), options) as servers,
+        _servers(folder, options) as servers,
         Clients(options.clients) as clients,
     ):
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -61,33 +58,16 @@ def main() -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Server]]:
-    """All servers, by variant, once they answer."""
-    shared = [
+def _servers(folder: Path, options: Any) -> AbstractContextManager[dict[str, Server]]:
+    """Start all servers, by variant; they answer inside the context."""
+    arguments = [
         *("--max-model-len", str(max(options.prompt + options.output, *options.positions) + options.window)),
         *("--max-num-seqs", str(options.requests), "--max-num-batched-tokens", "8192"),
-        *("--kv-cache-dtype", options.kv, "--kv-cache-memory-bytes", str(int(options.kv_gib * GIB))),
-        *("--gpu-memory-utilization", "0.1"),
         *serve_options(options.serve),
     ]
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for variant in options.variants:
-            quantization = VARIANTS[variant].get("quantization")
-            stock = variant != "blockfp8"
-            more = ["--quantization", quantization] if stock and quantization else []
-            kv = {"kv_scales": {"policy": "calibrate"}} if options.kv.startswith("fp8") else {}
-            server = Server(
-                folder,
-                logs / f"{variant}.log",
-                stock=stock,
-                arguments=[*shared, *more],
-                settings=None if stock else with_graphs(kv),
-            )
-            servers[variant] = stack.enter_context(server)
-        wait_for_all(servers, console)
-        yield servers
+    return variant_servers(
+        folder, options.variants, arguments, kv=options.kv, kv_gib=options.kv_gib, console=console
+    )
 
 
 def _rates(
@@ -126,7 +106,7 @@ def _rates(
 
 
 def _decode_seconds(url: str, load: HttpLoad, clients: Clients, seed: int) -> float:
-    """What answers take once their prompts are cached: the same load is asked for one token each before."""
+    """Time answers whose prompts are cached: the same load is asked for one token each before."""
     clients.ask(url, replace(load, output=1, streamed=False), seed, LONGEST_SECONDS)
     return clients.ask(url, load, seed, LONGEST_SECONDS).seconds
 
@@ -201,7 +181,7 @@ async def _ask_all(
 
 
 async def _prompt_logprobs(url: str, tokens: list[int]) -> list[float]:
-    """Of each token after those before it; the first has none, and gets 0."""
+    """Return the logprob of each token after those before it; the first has none, and gets 0."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=LONGEST_SECONDS)

@@ -435,7 +435,7 @@ def _served_gaps(cases: Cases) -> str:
 
 
 def _served_shares(cases: Cases) -> str:
-    """Of the rate without logprobs, not streamed."""
+    """Show each rate as a part of that without logprobs, not streamed."""
     rows = []
     for (requests, words), of_variant in _by_request(cases).items():
         ratios = [of_variant.get(variant, {}).get("ratio_without_logprobs") for variant in SERVERS]

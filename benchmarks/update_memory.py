@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update takes of a rank's GPU while it lasts, beside the shadow: by torch's allocator, and by the driver.
+"""Measure an update's memory on a rank's GPU, beside the shadow: by torch's allocator, and by the driver.
 
     python benchmarks/update_memory.py --shape Qwen3-8B --out benchmarks/results/update_memory_h200.json
 

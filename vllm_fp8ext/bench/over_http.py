@@ -10,32 +10,30 @@ answers a short load unmeasured.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
+from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.http_client import ROUTES, Clients, HttpLoad
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
-from vllm_fp8ext.bench.servers import wait_for_all
+from vllm_fp8ext.bench.servers import variant_servers
 from vllm_fp8ext.bench.tokenizer import write_tokenizer
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.errors import ConfigError
 
 STEP = 8192
 """Most tokens of a step."""
-GIB = 1 << 30
 console = Console(width=150, highlight=False)
 
 
@@ -51,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     origin = provenance()
     cases: list[dict[str, Any]] = []
-    with checkpoint(options.checkpoint, options.shape) as folder, tempfile.TemporaryDirectory() as logs:
+    with checkpoint(options.checkpoint, options.shape) as folder:
         write_tokenizer(folder)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         loads = [replace(load, vocabulary=vocabulary) for load in loads]
-        with _servers(folder, Path(logs), options) as servers, Clients(options.clients) as clients:
+        with _servers(folder, options) as servers, Clients(options.clients) as clients:
             for load in loads:
                 if time.monotonic() > stop:
                     console.print(f"no time left for {_name(load)}")
@@ -127,38 +125,22 @@ def _name(load: HttpLoad) -> str:
     return " ".join(words)
 
 
-@contextlib.contextmanager
-def _servers(folder: Path, logs: Path, options: Any) -> Iterator[dict[str, Server]]:
-    """All servers, by name, once they answer."""
-    shared = [
+def _servers(folder: Path, options: Any) -> AbstractContextManager[dict[str, Server]]:
+    """Start all servers, by name; they answer inside the context."""
+    arguments = [
         *("--max-model-len", str(options.input * 2 + options.output + 64)),
         *("--max-num-seqs", str(options.seqs), "--max-num-batched-tokens", str(STEP)),
-        *("--kv-cache-dtype", options.kv, "--kv-cache-memory-bytes", str(int(options.kv_gib * GIB))),
-        # vLLM looks whether so much is free, though the cache is of a given size: the others have taken some by then
-        *("--gpu-memory-utilization", "0.1"),
         *serve_options(options.serve),
     ]
-    with contextlib.ExitStack() as stack:
-        servers: dict[str, Server] = {}
-        for variant in options.variants:
-            quantization = VARIANTS[variant].get("quantization")
-            if variant != "blockfp8":
-                more = ["--quantization", quantization] if quantization else []
-                server = Server(folder, logs / f"{variant}.log", stock=True, arguments=[*shared, *more])
-                servers[variant] = stack.enter_context(server)
-                continue
-            for settings in options.settings:
-                name = variant if not settings else f"{variant} {json.dumps(settings)}"
-                kv = {"kv_scales": {"policy": "calibrate"}} if options.kv.startswith("fp8") else {}
-                server = Server(
-                    folder,
-                    logs / f"{variant}-{len(servers)}.log",
-                    arguments=shared,
-                    settings=with_graphs({**kv, **settings}),
-                )
-                servers[name] = stack.enter_context(server)
-        wait_for_all(servers, console)
-        yield servers
+    return variant_servers(
+        folder,
+        options.variants,
+        arguments,
+        kv=options.kv,
+        kv_gib=options.kv_gib,
+        console=console,
+        settings=options.settings,
+    )
 
 
 def _measure(

@@ -3,13 +3,16 @@
 
 import argparse
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
 from vllm_fp8ext.demo.server import Server, serve_options
 
@@ -31,6 +34,51 @@ def wait_for_all(servers: Mapping[str, Server], console: Console) -> None:
         began = time.monotonic()
         server.wait(START_SECONDS)
         console.print(f"{name}: answers after {time.monotonic() - began:.0f} s")
+
+
+@contextlib.contextmanager
+def variant_servers(
+    folder: Path,
+    variants: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    kv: str,
+    kv_gib: float,
+    console: Console,
+    settings: Sequence[Mapping[str, Any]] = ({},),
+) -> Iterator[dict[str, Server]]:
+    """Yield servers by name, side by side on one GPU, once all answer.
+
+    `settings`: of blockfp8, as many servers. `kv`: dtype of each server's KV cache, of `kv_gib` GiB; blockfp8 calibrates
+    the scales of an FP8 one. `arguments`: more of `vllm serve`, which come last.
+    """
+    shared = [
+        *("--kv-cache-dtype", kv, "--kv-cache-memory-bytes", str(int(kv_gib * (1 << 30)))),
+        # vLLM looks whether so much is free, though the cache is of a given size: the others have taken some by then
+        *("--gpu-memory-utilization", "0.1", *arguments),
+    ]
+    scales = {"kv_scales": {"policy": "calibrate"}} if kv.startswith("fp8") else {}
+    servers: dict[str, Server] = {}
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
+        for variant in variants:
+            log = Path(logs) / variant
+            quantization = VARIANTS[variant].get("quantization")
+            if variant != "blockfp8":
+                more = ["--quantization", quantization] if quantization else []
+                server = Server(folder, log, stock=True, arguments=[*shared, *more])
+                servers[variant] = stack.enter_context(server)
+                continue
+            for number, chosen in enumerate(settings):
+                name = f"{variant} {json.dumps(chosen)}" if chosen else variant
+                server = Server(
+                    folder,
+                    log.with_name(f"{variant}-{number}"),
+                    arguments=shared,
+                    settings=with_graphs({**scales, **chosen}),
+                )
+                servers[name] = stack.enter_context(server)
+        wait_for_all(servers, console)
+        yield servers
 
 
 def add_update_options(parser: argparse.ArgumentParser) -> None:
