@@ -11,6 +11,7 @@ weights. Its moments at the end give the quantization errors of `moments`: with 
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from vllm_fp8ext.trainer.convert import Recipe, convert
 from vllm_fp8ext.trainer.fp4 import Fp4Recipe
 from vllm_fp8ext.trainer.group_moments import moment_values, quantize_moments
 from vllm_fp8ext.trainer.optimizer import Fp8AdamW
-from vllm_fp8ext.trainer.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from vllm_fp8ext.trainer.recipes import BlockScaling, CurrentScaling, DelayedScaling, Fp8Name
 
 RECIPES: dict[str, Recipe] = {
     "fp8_block": BlockScaling(),
@@ -53,6 +54,8 @@ SAMPLE = 1 << 14
 """Values of each parameter's moments, the first ones, whose errors are measured."""
 TAIL = 0.05
 """Share of the steps, the last ones, whose mean is a run's loss."""
+
+FORMATS: tuple[Fp8Name, ...] = ("e4m3", "e5m2")
 
 
 def train(
@@ -99,13 +102,13 @@ def moment_errors(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Mean squared errors of quantized moments, and of the update `m / (sqrt(v) + 1e-8)`, by formats and expansion."""
     states = [state for state in optimizer.state.values() if state["exp_avg"].numel() >= 1024]
     rows = []
-    for formats in (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")):
+    for formats in itertools.product(FORMATS, repeat=2):
         for expand in (False, True):
             errors: dict[str, list[Tensor]] = {"first": [], "second": [], "update": []}
             for state in states:
                 exact = tuple(state[name].flatten()[:SAMPLE].float() for name in ("exp_avg", "exp_avg_sq"))
                 rounded = [
-                    moment_values(quantize_moments(each, form, expand=expand))  # type: ignore[arg-type]
+                    moment_values(quantize_moments(each, form, expand=expand))
                     for each, form in zip(exact, formats, strict=True)
                 ]
                 updates = [m / (v.sqrt() + 1e-8) for m, v in (exact, rounded)]

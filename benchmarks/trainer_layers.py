@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def measure(tokens: int, n: int, k: int, *, samples: int, passes: int, device: s
     dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
     work: dict[tuple[str, str], Callable[[], object]] = {}
     for name, layer in layers.items():
-        work["forward", name] = lambda layer=layer: _forward(layer, x)  # type: ignore[misc]
-        work["both", name] = lambda layer=layer: _both(layer, x, dy)  # type: ignore[misc]
+        work["forward", name] = partial(_forward, layer, x)
+        work["both", name] = partial(_both, layer, x, dy)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in work}
     for turn in range(samples + 1):
         for key, call in work.items():

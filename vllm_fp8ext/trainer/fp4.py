@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import AMAX_FLOOR, NonFiniteError
+from vllm_fp8ext.trainer.recipe_linear import RecipeLinear
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of E2M1."""
@@ -61,16 +62,21 @@ def quantize_e2m1(values_MK: Tensor) -> tuple[Tensor, Tensor]:
     values = values_MK.float()
     scales = values.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR) / LARGEST
     magnitude = (values / scales).abs()
-    # neighbours are 0.5 apart below 2, 1 apart below 4, and 2 apart from there on; torch rounds halves to even
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    # torch rounds halves to even
+    step = _spacing(magnitude)
     rounded = (torch.round(magnitude / step) * step).clamp_max(LARGEST)
     return torch.copysign(rounded, values).to(torch.float8_e4m3fn), scales
+
+
+def _spacing(magnitude: Tensor) -> Tensor:
+    """Return how far apart E2M1's neighbours are: 0.5 below 2, 1 below 4, and 2 from there on."""
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
 
 
 def estimator_slope(scaled: Tensor, k: float) -> Tensor:
     """Return f′ of values `W / γ`, fp32 of their shape: 1/k at E2M1's values, up to 3 in the middle between two."""
     magnitude = scaled.float().abs().clamp_max(LARGEST)
-    size = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    size = _spacing(magnitude)
     lower = torch.floor(magnitude / size) * size
     centered = (2 * (magnitude - lower) / size - 1).abs()
     return (centered.pow(1 / k - 1) / k).clamp_max(LARGEST_SLOPE)
@@ -89,44 +95,15 @@ def clamp_outliers(values: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
     return clamped, values - clamped
 
 
-class Fp4Linear(nn.Linear):
+class Fp4Linear(RecipeLinear[Fp4Recipe]):
     """Linear layer that multiplies in simulated FP4. Shapes and dtypes are those of `nn.Linear`.
 
     Weights are master weights of any floating dtype. It shows a method's loss, not its speed.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, recipe: Fp4Recipe, **factory: Any
-    ) -> None:
-        """Make a layer with new weights. `factory`: `device` and `dtype`, as `nn.Linear` takes them."""
-        super().__init__(in_features, out_features, bias, **factory)
-        self.recipe = recipe
-
-    @classmethod
-    def of(cls, layer: nn.Linear, recipe: Fp4Recipe) -> "Fp4Linear":
-        """Return a layer that has the parameters of another one, not copies of them."""
-        made = cls(
-            layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, device="meta"
-        )
-        made.weight, made.bias = layer.weight, layer.bias
-        return made.train(layer.training)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply `[…, K]` by the quantized weight: `[…, N]`.
-
-        Raises:
-            ValueError: Another number of columns than the layer's.
-            NonFiniteError: A weight with NaN or infinity, on a CPU.
-        """
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input: expected [..., {self.in_features}], found {list(input.shape)}")
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            flat = input.reshape(-1, self.in_features)
-            out: Tensor = _Fp4Product.apply(flat, self.weight, self.bias, self.recipe)
-        return out.view(*input.shape[:-1], self.out_features)
+    def product(self, x_MK: Tensor) -> Tensor:
+        out: Tensor = _Fp4Product.apply(x_MK, self.weight, self.bias, self.recipe)
+        return out
 
 
 class _Fp4Product(torch.autograd.Function):

@@ -26,10 +26,11 @@ from vllm_fp8ext.trainer.block_product import (
     quantize_rows,
     row_values,
 )
+from vllm_fp8ext.trainer.recipe_linear import RecipeLinear
 from vllm_fp8ext.trainer.recipes import FP8_DTYPES, BlockScaling
 
 
-class BlockFp8Linear(nn.Linear):
+class BlockFp8Linear(RecipeLinear[BlockScaling]):
     """Linear layer in the server's blockwise FP8, with master weights of any floating dtype.
 
     Shapes are those of `nn.Linear`: `[…, K]` to `[…, N]`, in the dtype of the input, or autocast's. Inputs are rounded to
@@ -40,18 +41,8 @@ class BlockFp8Linear(nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, *, recipe: BlockScaling, **factory: Any
     ) -> None:
         """Make a layer with new weights. `factory`: `device` and `dtype`, as `nn.Linear` takes them."""
-        super().__init__(in_features, out_features, bias, **factory)
-        self.recipe = recipe
+        super().__init__(in_features, out_features, bias, recipe=recipe, **factory)
         self._fused: tuple[nn.Linear, ...] = (self,)
-
-    @classmethod
-    def of(cls, layer: nn.Linear, recipe: BlockScaling) -> "BlockFp8Linear":
-        """Return a layer that has the parameters of another one, not copies of them."""
-        made = cls(
-            layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, device="meta"
-        )
-        made.weight, made.bias = layer.weight, layer.bias
-        return made.train(layer.training)
 
     def fuse(self, layers: tuple[nn.Linear, ...]) -> None:
         """Set the layers, from top to bottom, that are one matrix on the server.
@@ -88,23 +79,9 @@ class BlockFp8Linear(nn.Linear):
             first % BLOCK,
         )
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply `[…, K]` by the quantized weight: `[…, N]`.
-
-        Raises:
-            ValueError: Another number of columns than the layer's.
-        """
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input: expected [..., {self.in_features}], found {list(input.shape)}")
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            flat = input.reshape(-1, self.in_features)
-            out: Tensor = _BlockProduct.apply(
-                flat, self.weight, self.bias, self.quantized_weight(), self.recipe
-            )
-        return out.view(*input.shape[:-1], self.out_features)
+    def product(self, x_MK: Tensor) -> Tensor:
+        out: Tensor = _BlockProduct.apply(x_MK, self.weight, self.bias, self.quantized_weight(), self.recipe)
+        return out
 
 
 class _BlockProduct(torch.autograd.Function):
@@ -158,7 +135,7 @@ def _plain_weight(dy_MN: Tensor, x: Quantized, _: BlockScaling) -> Tensor:
 
 
 def _input_gradient(dy_MN: Tensor, weight: BlockWeight, recipe: BlockScaling) -> Tensor:
-    dy = quantize_rows(dy_MN, recipe.scale_format, FP8_DTYPES[_format(recipe)])
+    dy = quantize_rows(dy_MN, recipe.scale_format, _gradient_dtype(recipe))
     if weight.offset:
         return row_values(dy) @ weight.values()
     transposed = BlockWeight(weight.codes.T.contiguous(), weight.scales.T.contiguous())
@@ -169,7 +146,7 @@ def _weight_gradient(dy_MN: Tensor, x: Quantized, recipe: BlockScaling) -> Tenso
     missing = -dy_MN.shape[0] % BLOCK if dy_MN.is_cuda else 0
     dy_NM = nn.functional.pad(dy_MN.T, (0, missing)).contiguous()
     x_KM = nn.functional.pad(row_values(x).T, (0, missing)).contiguous()
-    dy = quantize_rows(dy_NM, recipe.scale_format, FP8_DTYPES[_format(recipe)])
+    dy = quantize_rows(dy_NM, recipe.scale_format, _gradient_dtype(recipe))
     return multiply(dy, _finite_blocks(x_KM, recipe), torch.float32, recipe.gemm)
 
 
@@ -183,5 +160,6 @@ def _finite_blocks(x_KM: Tensor, recipe: BlockScaling) -> BlockWeight:
     )
 
 
-def _format(recipe: BlockScaling) -> Any:
-    return recipe.backward
+def _gradient_dtype(recipe: BlockScaling) -> torch.dtype:
+    assert recipe.backward != "bf16"
+    return FP8_DTYPES[recipe.backward]

@@ -7,15 +7,16 @@ was, and scales begin at 1. Source: Transformer Engine, `common/recipe` and `pyt
 a product: layers have the recipe's numerics, not its speed.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from vllm_fp8ext.trainer.recipe_linear import RecipeLinear
 from vllm_fp8ext.trainer.recipes import CurrentScaling, DelayedScaling
 
 
-class TensorFp8Linear(nn.Linear):
+class TensorFp8Linear(RecipeLinear[CurrentScaling]):
     """Linear layer with FP8 operands of one scale each. Shapes and dtypes are those of `nn.Linear`.
 
     With `DelayedScaling` it has buffers, which `state_dict` holds: `amax_history`, fp32 `[3, history]`, newest last, and
@@ -35,40 +36,24 @@ class TensorFp8Linear(nn.Linear):
         **factory: Any,
     ) -> None:
         """Make a layer with new weights. `factory`: `device` and `dtype`, as `nn.Linear` takes them."""
-        super().__init__(in_features, out_features, bias, **factory)
-        self.recipe = recipe
-        if isinstance(recipe, DelayedScaling):
-            device = self.weight.device
-            self.register_buffer("amax_history", torch.zeros(3, recipe.history, device=device))
-            self.register_buffer("fp8_scales", torch.ones(3, device=device))
+        super().__init__(in_features, out_features, bias, recipe=recipe, **factory)
+        self._forget(self.weight.device)
 
     @classmethod
-    def of(cls, layer: nn.Linear, recipe: CurrentScaling) -> "TensorFp8Linear":
+    def of(cls, layer: nn.Linear, recipe: CurrentScaling) -> Self:
         """Return a layer that has the parameters of another one, not copies of them."""
-        made = cls(
-            layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, device="meta"
-        )
-        made.weight, made.bias = layer.weight, layer.bias
-        if isinstance(recipe, DelayedScaling):
-            made.amax_history = torch.zeros(3, recipe.history, device=layer.weight.device)
-            made.fp8_scales = torch.ones(3, device=layer.weight.device)
-        return made.train(layer.training)
+        made = super().of(layer, recipe)
+        made._forget(layer.weight.device)
+        return made
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply `[…, K]` by the quantized weight: `[…, N]`.
+    def _forget(self, device: torch.device) -> None:
+        if isinstance(self.recipe, DelayedScaling):
+            self.register_buffer("amax_history", torch.zeros(3, self.recipe.history, device=device))
+            self.register_buffer("fp8_scales", torch.ones(3, device=device))
 
-        Raises:
-            ValueError: Another number of columns than the layer's.
-        """
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input: expected [..., {self.in_features}], found {list(input.shape)}")
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            flat = input.reshape(-1, self.in_features)
-            out: Tensor = _TensorProduct.apply(flat, self.weight, self.bias, self)
-        return out.view(*input.shape[:-1], self.out_features)
+    def product(self, x_MK: Tensor) -> Tensor:
+        out: Tensor = _TensorProduct.apply(x_MK, self.weight, self.bias, self)
+        return out
 
     @torch.no_grad()
     def quantize(self, values: Tensor, which: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
