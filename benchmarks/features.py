@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what features that reach into vLLM gain: engines with all, and without one at a time, in turn.
 
-    python benchmarks/features.py --shape Qwen3-8B --cases 8x1024x512 128x1024x512 --out features.json -- --kv fp8 --lend
+    python benchmarks/features.py --shape Qwen3-8B --cases 8x512x256 128x512x256 --out features.json -- --kv fp8 --kv-gib 7
     python benchmarks/features.py --served --shape Qwen3-8B --cases 128:logprobs=0 --out features.json -- --kv fp8
 
 It runs `fp8ext bench rollout`, or with --served `fp8ext bench http`, whose options follow `--`. An engine without a feature
-has `features_off`. What needs a feature is off with it. `on` and `off` are tokens per second with all features and without
-this one. --append keeps the cases that --out has.
+has `features_off`. What needs a feature is off with it. No engine has a shadow of its weights, so that all start side by
+side and fit beside each other. `on` and `off` are tokens per second with all features and without this one. --append keeps
+the cases that --out has. Where the run ends early (--seconds after `--`), the cases that are measured are written.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench import over_http, rollout
 from vllm_fp8ext.bench.generated import SHAPES
+from vllm_fp8ext.bench.options import case_of
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.compat.interfaces import CORE, features
 
@@ -44,16 +47,34 @@ def main() -> int:
     options = _options()
     names = options.features or (IN_SERVER if options.served else IN_ENGINE)
     origin = provenance()
-    before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
-    settings = ["{}", *(json.dumps({"features_off": [name]}) for name in names)]
+    settings = [
+        json.dumps({"staging": "none", "features_off": off}) for off in ([], *([name] for name in names))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         measured = Path(folder) / "cases.json"
         run = over_http.main if options.served else rollout.main
         shared = ["--shape", options.shape, "--variants", "blockfp8", "--cases", *options.cases]
-        run([*shared, "--settings", *settings, "--out", str(measured), *options.more])
-        cases = [
-            case for name in names for case in _compared(name, json.loads(measured.read_text())["cases"])
-        ]
+        if not options.served:
+            shared += ["--engine", json.dumps(_beside_others(options.cases))]
+        try:
+            run([*shared, "--settings", *settings, "--out", str(measured), *options.more])
+        finally:
+            if measured.exists():
+                _write(options, origin, names, json.loads(measured.read_text())["cases"])
+    return 0
+
+
+def _beside_others(cases: list[str]) -> dict[str, Any]:
+    """Arguments of engines that start at once on one GPU: none waits for memory that another one takes."""
+    return {"gpu_memory_utilization": 0.05, "max_num_seqs": max(case_of(case)[0] for case in cases)}
+
+
+def _write(
+    options: Any, origin: dict[str, Any], names: Sequence[str], measured: list[dict[str, Any]]
+) -> None:
+    """Write the gain of each feature in each case, and print them."""
+    before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
+    cases = [case for name in names for case in _compared(name, measured)]
     runs = [*(before or {}).get("runs", ()), origin]
     kept = [] if before is None else before["cases"]
     added = [{**case, "run": len(runs) - 1} for case in cases]
@@ -63,12 +84,22 @@ def main() -> int:
         console.print(
             f"{case['feature']:26} {case['case']:40} {case['off']:10,.0f} → {case['on']:10,.0f}  {case['gain']:+.1%}{mark}"
         )
-    return 0
 
 
 def _compared(feature: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare the engine with all features and the one without this, in each case."""
-    asked = ("requests", "input", "output", "route", "logprobs", "streamed", "one_request", "kv", "kv_cache")
+    asked = (
+        "requests",
+        "input",
+        "output",
+        "route",
+        "logprobs",
+        "streamed",
+        "one_request",
+        "samples_per_prompt",
+        "kv",
+        "kv_cache",
+    )
     compared = []
     for off in cases:
         if _without(off) != [feature]:

@@ -80,6 +80,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "graphs": _graphs(_cases("graph_tokens")),
             "busy": _busy(_cases("profile"), rollout),
             "step_reuse": _step_reuse(_cases("steady_steps")),
+            "feature_gains": _feature_gains(_cases("features")),
         },
         ROOT / "README.md": {
             "served": _served_rates(_cases("served")),
@@ -90,7 +91,9 @@ def tables() -> dict[Path, dict[str, str]]:
 
 @functools.cache
 def _cases(name: str) -> Cases:
-    cases: Cases = json.loads((RESULTS / f"{name}_h200.json").read_text())["cases"]
+    """Cases of a file of results; none where it was not measured yet."""
+    file = RESULTS / f"{name}_h200.json"
+    cases: Cases = json.loads(file.read_text())["cases"] if file.exists() else []
     return cases
 
 
@@ -286,6 +289,23 @@ def _step_reuse(cases: Cases) -> str:
             f"{case['tokens_per_s']:,.0f}{ratio}: {min(case['samples']):,.0f}–{max(case['samples']):,.0f}"
         ),
     )
+
+
+def _feature_gains(cases: Cases) -> str:
+    """Tokens per second with all features and without one, with the slowest and the fastest turn of each engine."""
+    if not cases:
+        return ""
+    rows = []
+    for case in sorted(
+        cases, key=lambda case: (case["feature"], *_order({"kv_cache": case.get("kv"), **case}))
+    ):
+        rates = [
+            f"{case[side]:,.0f}: {min(case['samples'][side]):,.0f}–{max(case['samples'][side]):,.0f}"
+            for side in ("on", "off")
+        ]
+        load = _load(case) if "route" not in case else f"{_load(case)}, {_request_words(case)}"
+        rows.append([f"`{case['feature']}`", case["model"], load, *rates, f"{case['gain']:+.1%}"])
+    return table(["feature", "model", "requests × in/out", "with all", "without it", "gain"], rows)
 
 
 def _beside(

@@ -55,3 +55,8 @@ def add_run() -> ModuleType:
 @pytest.fixture(scope="module")
 def layer_sweep() -> ModuleType:
     return script("layer_sweep")
+
+
+@pytest.fixture(scope="module")
+def features_script() -> ModuleType:
+    return script("features")
