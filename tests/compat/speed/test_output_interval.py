@@ -21,7 +21,7 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_fp8ext.compat.speed import output_interval
-from vllm_fp8ext.compat.speed.output_interval import MANY, OutputHolder
+from vllm_fp8ext.compat.speed.output_interval import PART_SECONDS, OutputHolder
 from vllm_fp8ext.config import ServingSettings
 
 WHOLE, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
@@ -110,21 +110,40 @@ def test_streams_that_asked_for_an_interval_are_sent_by_it(of_request: int | Non
     assert engine.tokens("r") == [("a", [0, 1, 2]), ("a", [3, 4, 5])]
 
 
-@pytest.mark.parametrize(("streams", "sizes"), [(MANY, {1}), (MANY + 1, {3})])
-def test_many_streams_are_sent_a_few_tokens_at_a_time_in_turn(streams: int, sizes: set[int]) -> None:
+@pytest.mark.parametrize(("share", "sizes"), [(1.1, {1}), (0.9, {3})])
+def test_streams_of_short_steps_are_sent_a_few_tokens_at_a_time_in_turn(
+    share: float, sizes: set[int]
+) -> None:
+    """`share`: of the time that their parts take, a step's."""
     engine = Engine(many_streams_interval=3)
-    names = [f"r{index}" for index in range(streams)]
+    names = [f"r{index}" for index in range(30)]
     for name in names:
         engine.add(name, DELTA)
-    for value in range(12):
-        engine.step(*(token(name, value) for name in names))
+    for value in range(13):
+        at = 1 + value * share * PART_SECONDS * len(names)
+        engine.step(*(token(name, value) for name in names), at=at)
     parts = {name: [tokens for _, tokens in engine.tokens(name)] for name in names}
-    assert {len(part) for of_one in parts.values() for part in of_one[1:]} == sizes
-    assert len({len(of_one[0]) for of_one in parts.values()}) == max(sizes)  # not all in the same step
+    assert {len(part) for of_one in parts.values() for part in of_one[2:]} == sizes
+    assert len({len(of_one[1]) for of_one in parts.values()}) == max(sizes)  # not all in the same step
     engine.holder.flush()
     assert all(
-        [value for _, tokens in engine.tokens(name) for value in tokens] == list(range(12)) for name in names
+        [value for _, tokens in engine.tokens(name) for value in tokens] == list(range(13)) for name in names
     )
+
+
+def test_a_long_step_sends_what_streams_hold() -> None:
+    """As one that also reads a prompt. An interval that a client asked for stays."""
+    engine = Engine(many_streams_interval=8)
+    engine.add("asked", DELTA, stream_interval=4)
+    engine.add("whole")
+    names = ["asked", "whole", *(f"r{index}" for index in range(9))]
+    for name in names[2:]:
+        engine.add(name, DELTA)
+    for value, at in enumerate((0.0, 1e-4, 0.1)):
+        engine.step(*(token(name, value) for name in names), at=1 + at)
+    assert engine.tokens("asked") == engine.tokens("whole") == []
+    for name in names[2:]:
+        assert [value for _, tokens in engine.tokens(name) for value in tokens] == [0, 1, 2]
 
 
 def test_an_end_without_tokens_is_sent_where_nothing_is_held() -> None:

@@ -4,9 +4,10 @@
 vLLM's engine core sends one message a step with one output a request. Each output is encoded, decoded and processed
 alone: with 128 requests the API server's process spends more time on that than the GPU on the tokens. Here an output
 that holds only tokens and logprobs is held until there are `interval` tokens, or the request ends. First tokens are
-sent at once. Of streams, `stream_interval` tokens are sent together while more than `MANY` requests run, part of the
-streams in each step. `get` of the engine core's output queue is replaced on an instance: the thread of the sockets does
-the work, and steps do not wait for it. `update_from_output` counts one inter-token latency for each output.
+sent at once. Of streams, `stream_interval` tokens are sent together where steps are so short that the API server is
+late otherwise, part of the streams in each step. `get` of the engine core's output queue is replaced on an instance:
+the thread of the sockets does the work, and steps do not wait for it. `update_from_output` counts one inter-token latency for
+each output.
 """
 
 import itertools
@@ -49,8 +50,11 @@ SWITCH: tuple[str, object] = ("serving.output_interval", 1)
 
 UNCHANGED = ServingSettings(output_interval=1, stream_interval=1, flat_logprobs=False)
 """Settings with which messages are vLLM's."""
-MANY = 32
-"""Running requests up to which each token of a stream is sent alone."""
+PART_SECONDS = 1e-4
+"""Seconds of a step for each stream, from which on tokens are sent alone.
+
+It is twice what the API server needs for a part.
+"""
 LONGEST_SECONDS = 0.5
 """Seconds after which held tokens are sent, so that metrics of slow engines stay current."""
 
@@ -123,6 +127,8 @@ class _Held:
     logprobs: list[Any]
     target: int
     """Tokens with which they are sent."""
+    usual: int
+    """Tokens with which they are sent where the API server has time."""
     since: float
 
 
@@ -147,8 +153,11 @@ class OutputHolder:
         self._interval = interval
         self._many_streams_interval = many_streams_interval
         self._stream_interval = stream_interval
-        self._many = False
+        self._busy = False
+        """Parts of streams would come faster than the API server can take them."""
         self._steps = 0
+        self._before: dict[int, float] = {}
+        """When the last tokens for each client were there, by its index."""
         self._held: dict[str, _Held] = {}
         self._version: str | None = None
         self._phases = itertools.cycle(range(1, interval + 1))
@@ -166,7 +175,8 @@ class OutputHolder:
                 self._version = message.weight_version
             now = message.timestamp
             self._steps += 1
-            self._many = len(message.outputs) > MANY
+            self._busy = len(message.outputs) * PART_SECONDS > now - self._before.get(client, float("-inf"))
+            self._before[client] = now
             message.outputs = [
                 output
                 for produced in message.outputs
@@ -193,41 +203,43 @@ class OutputHolder:
         name, plain = output.request_id, is_plain(output)
         held = self._held.get(name)
         if held is None:
-            target = self._target(name) if plain else 0
+            target, usual = self._targets(name) if plain else (0, 0)
             if target <= len(output.new_token_ids):
                 return output
             output.new_token_ids = list(output.new_token_ids)
-            self._held[name] = _Held(client, output, [output.new_logprobs], target, now)
+            self._held[name] = _Held(client, output, [output.new_logprobs], target, usual, now)
             return None
         if not plain:
             del self._held[name]
             return _before(held, output)
         held.output.new_token_ids += output.new_token_ids
         held.logprobs.append(output.new_logprobs)
-        if len(held.output.new_token_ids) < held.target:
+        enough = held.target if self._busy else held.usual
+        if len(held.output.new_token_ids) < enough:
             return None
         del self._held[name]
         return _joined(held)
 
-    def _target(self, name: str) -> int:
-        """How many tokens of a request are sent together.
+    def _targets(self, name: str) -> tuple[int, int]:
+        """Choose how many tokens are sent together, and how many where the API server has time.
 
         Those whose client sees every token, or a stop string of whose the API server looks for, are sent one by one.
         """
         request = self._requests.get(name)
         params = request.sampling_params if request is not None else None
         if params is None or params.stop or request.resumable:
-            return 1
+            return 1, 1
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
             # requests that came together are not to be sent together
             first = request.num_output_tokens <= 2
-            return next(self._phases) if first else self._interval
+            interval = next(self._phases) if first else self._interval
+            return interval, interval
         usual = max(params.stream_interval or 1, self._stream_interval)
-        if not self._many:
-            return usual
+        if not self._busy:
+            return usual, usual
         # every stream has a step of its own in which its tokens are sent
         interval = self._many_streams_interval
-        return max(usual, interval - (self._steps + hash(name)) % interval)
+        return max(usual, interval - (self._steps + hash(name)) % interval), usual
 
 
 def is_plain(output: Any) -> bool:
