@@ -32,6 +32,7 @@ from vllm_fp8ext.compat.speed import (
     packed_logprobs,
     piecewise_capture_sizes,
     sampling_cudagraph,
+    token_logprobs,
 )
 from vllm_fp8ext.compat.update import (
     api_processes,
@@ -47,7 +48,6 @@ from vllm_fp8ext.compat.update import (
     weight_versions,
     worker,
 )
-from vllm_fp8ext.compat.warmup import logprob_warmup
 from vllm_fp8ext.compat.wrapping import wrap
 
 
@@ -56,7 +56,7 @@ def install_all() -> None:
     for module in (
         *(worker, engine_core, unsupported_options, owner_process, shared_segments, encoder_layers),
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
-        *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, logprob_warmup),
+        *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
         *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
         latent_weights,
     ):

@@ -28,7 +28,6 @@ GONE = {
     "fusion": "hash_source",
     "json_responses": "JSONResponse",
     "warmup": "_generate_optimal_warmup_m_values",
-    "logprob_warmup": "compute_token_logprobs",
     "mask_warmup": "register_top_k_top_p_warmups",
     "mixed_full_cudagraph": "gather_batch_req_state",
     "output_interval": "FINAL_ONLY",
@@ -37,6 +36,7 @@ GONE = {
     "sampling_cudagraph": "get_logprobs_dims",
     "shared_segments": "ShmTensorArena",
     "slot_fast_path": "num_cached_block",
+    "token_logprobs": "compute_token_logprobs",
     "weight_transfer": "RLOfflineMixin",
 }
 """By feature, a name that no vLLM of the future need have."""

@@ -221,7 +221,7 @@ class OutputHolder:
         return _joined(held)
 
     def _targets(self, name: str) -> tuple[int, int]:
-        """Choose how many tokens are sent together, and how many where the API server has time.
+        """Choose how many tokens are sent together, also where the API server has time.
 
         Those whose client sees every token, or a stop string of whose the API server looks for, are sent one by one.
         """

@@ -127,10 +127,10 @@ def _install_gpu_speed(settings: Settings) -> None:
         from vllm_fp8ext.compat.speed import mixed_full_cudagraph
 
         mixed_full_cudagraph.install()
-    if is_available("logprob_warmup"):
-        from vllm_fp8ext.compat.warmup import logprob_warmup
+    if is_available("token_logprobs"):
+        from vllm_fp8ext.compat.speed import token_logprobs
 
-        logprob_warmup.install()
+        token_logprobs.install()
     if settings.kernels.takes_decode_step_reuse and is_available("decode_step_reuse"):
         from vllm_fp8ext.compat.speed import decode_step_reuse
 
