@@ -24,6 +24,7 @@ TOUCH_VLLM = (
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.experts",
     "vllm_fp8ext.bench.lending",
+    "vllm_fp8ext.bench.logprobs",
     "vllm_fp8ext.bench.native",
     "vllm_fp8ext.bench.rivals",
     "vllm_fp8ext.bench.steady",

@@ -19,7 +19,7 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.testing import kernel_cases
 from vllm_fp8ext.layers import gemm_kernels
 
-PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "experts")
+PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "logprobs", "experts")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -82,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vllm_fp8ext.bench import attention
 
         attention.attention(report)
+    if "logprobs" in options.only:
+        from vllm_fp8ext.bench import logprobs
+
+        logprobs.logprobs(report)
     if "experts" in options.only:
         from vllm_fp8ext.bench import experts
 
