@@ -27,6 +27,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from vllm_fp8ext.compat.speed import decode_prefill_split
 from vllm_fp8ext.kernels.attention.decode_attention import (
+    AttentionKind,
     DecodeAttention,
     DecodeStep,
     decode_attention_reference,
@@ -89,7 +90,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         if mode.endswith("eager") and (
             _borrows(seen, step) or step.slots_R is None or seen["calls"] % 7 == 1
         ):
-            _compare(seen, step, out)
+            _compare(seen, step, out, self.kind)
 
     decode_prefill_split.LEAST_TOKENS = 0
     if mode == "short":
@@ -189,13 +190,13 @@ def _borrows(seen: dict[str, Any], step: DecodeStep) -> bool:
     return bool(matching)
 
 
-def _compare(seen: dict[str, Any], step: DecodeStep, out: Tensor) -> None:
-    query, key, value, cache, table, lengths, slots, scales, softmax_scale = step
+def _compare(seen: dict[str, Any], step: DecodeStep, out: Tensor, kind: AttentionKind) -> None:
+    query, key, value, cache, table, lengths, slots, scales, softmax_scale, sinks = step
     count, plain = len(lengths), cache.dtype == torch.bfloat16
     codes = cache if plain else cache.view(FP8_DTYPE)
     rows = [row for row, length in enumerate(lengths.tolist()) if length]
     expected = decode_attention_reference(
-        query[rows], codes, table[:count][rows], lengths[rows], scales, softmax_scale
+        query[rows], codes, table[:count][rows], lengths[rows], scales, softmax_scale, kind, sinks
     )
     error = (out[rows] - expected).norm() / expected.norm()
     seen["error"] = max(seen["error"], float(error.nan_to_num(nan=1e9)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.attention import decode_attention
 from vllm_fp8ext.kernels.attention.decode_attention import (
-    HEAD_DIMENSION,
+    AttentionKind,
     DecodeAttention,
     DecodeStep,
     decode_attention_reference,
@@ -20,6 +20,7 @@ from vllm_fp8ext.kernels.attention.kv_cache import quantize
 from vllm_fp8ext.kernels.numerics import quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
 
+from . import windowed_models
 from .modes import apart, told
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +37,23 @@ SHAPES = {
     "seven": (28, 7),
 }
 """Query heads and KV heads."""
+PLAIN = AttentionKind()
+KINDS = {
+    "Llama-3.2-1B": (32, 8, AttentionKind(64)),
+    "Qwen2.5-0.5B": (14, 2, AttentionKind(64)),
+    "SmolLM": (9, 3, AttentionKind(64)),
+    "gpt-oss, a window": (64, 8, AttentionKind(64, window=128, sinks=True)),
+    "gpt-oss": (64, 8, AttentionKind(64, sinks=True)),
+    "Phi-3": (32, 32, AttentionKind(96, window=2047)),
+    "OLMo-3": (32, 32, AttentionKind(window=4096)),
+    "Gemma-2-27B": (32, 16, AttentionKind(window=4096, soft_cap=50.0)),
+    "Gemma-2-9B": (16, 8, AttentionKind(256, soft_cap=50.0)),
+    "Gemma-3-1B": (4, 1, AttentionKind(256, window=512)),
+    "Qwen3.5-27B": (24, 4, AttentionKind(256)),
+    "Qwen3.5-122B-A10B": (32, 2, AttentionKind(256)),
+    "all": (16, 8, AttentionKind(256, window=33, soft_cap=3.0, sinks=True)),
+}
+"""Query heads, KV heads and what attention is like."""
 TOKENS = 24
 """Of the longest answer in `attention_scenario.py`."""
 PROMPTS = 6
@@ -54,6 +72,7 @@ class Batch(NamedTuple):
     """A tensor, or None."""
     scales: tuple[Tensor, Tensor, Tensor]
     softmax_scale: float
+    sinks: Tensor | None
 
     def run(self, attend: DecodeAttention) -> Tensor:
         out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -94,6 +113,7 @@ def batch(
     heads: int,
     kv_heads: int,
     lengths: list[int],
+    kind: AttentionKind = PLAIN,
     *,
     block: int = 16,
     by_head: bool = False,
@@ -101,14 +121,15 @@ def batch(
     seed: int = 0,
     dtype: torch.dtype = FP8_DTYPE,
 ) -> Batch:
-    """Blocks anywhere in the cache; `near`: a block's tokens side by side, as vLLM's layout NHD has them."""
-    plain = dtype != FP8_DTYPE
+    """Blocks anywhere in the cache; `near`: a block's tokens side by side, as vLLM's layout NHD has them.
+
+    What lies before the window is NaN, as a block that vLLM took back may be.
+    """
+    plain, head_size = dtype != FP8_DTYPE, kind.head_size
     noise = torch.Generator("cuda").manual_seed(seed)
     blocks = [-(-length // block) for length in lengths]
     total = sum(blocks) + 3
-    size = (
-        (total, block, kv_heads, 2 * HEAD_DIMENSION) if near else (total, kv_heads, block, 2 * HEAD_DIMENSION)
-    )
+    size = (total, block, kv_heads, 2 * head_size) if near else (total, kv_heads, block, 2 * head_size)
     values = torch.randn(size, generator=noise, device="cuda")
     cache = (values * (1 if plain else 20)).to(dtype)
     cache = cache.transpose(1, 2) if near else cache
@@ -118,8 +139,8 @@ def batch(
     for row, count in zip(table, blocks, strict=True):
         row[:count] = order[used : used + count]
         used += count
-    query = torch.randn(len(lengths), heads, HEAD_DIMENSION, generator=noise, device="cuda")
-    fused = torch.randn(len(lengths), 2, kv_heads, HEAD_DIMENSION, generator=noise, device="cuda").bfloat16()
+    query = torch.randn(len(lengths), heads, head_size, generator=noise, device="cuda")
+    fused = torch.randn(len(lengths), 2, kv_heads, head_size, generator=noise, device="cuda").bfloat16()
     slots = torch.tensor(
         [
             int(row[(n - 1) // block]) * block + (n - 1) % block if n else -1
@@ -129,6 +150,10 @@ def batch(
     )
     for slot in slots[slots >= 0].tolist():
         spoil(cache, slot // block, slot % block)
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        for token in range(length - kind.window if kind.window else 0):
+            spoil(cache, row[token // block], token % block)
+    sinks = torch.randn(heads, generator=noise, device="cuda").bfloat16() if kind.sinks else None
     count = kv_heads if by_head else 1
     scales = tuple(torch.rand(count, generator=noise, device="cuda") * 0.02 + 0.02 for _ in range(3))
     if plain:
@@ -145,13 +170,14 @@ def batch(
             slots,
             scales,
         ),
-        HEAD_DIMENSION**-0.5,
+        head_size**-0.5,
+        sinks,
     )
 
 
-def error(output: Tensor, given: Batch) -> float:
+def error(output: Tensor, given: Batch, kind: AttentionKind | None = None) -> float:
     shown = (given.query, given.joined(), given.table, given.lengths, given.scales, given.softmax_scale)
-    expected = decode_attention_reference(*shown)
+    expected = decode_attention_reference(*shown, kind, given.sinks)
     assert bool(output.isfinite().all())
     return float((output.double() - expected).norm() / expected.norm())
 
@@ -171,6 +197,67 @@ def test_it_is_softmax_attention(shape: tuple[int, int], by_head: bool, dtype: t
         expected = given.joined()
         assert error(given.run(attend), given) < 4e-3, lengths[:8]
         assert same(given.cache, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_heads_of_other_sizes_windows_soft_caps_and_sinks(
+    kind: tuple[int, int, AttentionKind], dtype: torch.dtype
+) -> None:
+    heads, kv_heads, like = kind
+    for lengths, block, near in (
+        ([1], 16, True),
+        ([4097], 16, False),
+        ([1, 17, 300, 31, 32, 1000, 2, 2049], 48, True),
+        ([5] * 100, 16, True),
+        ([700, 900, 1100] * 20, 64, True),
+    ):
+        given = batch(heads, kv_heads, lengths, like, by_head=near, block=block, near=near, dtype=dtype)
+        attend = DecodeAttention(heads, kv_heads, len(lengths), torch.device("cuda"), dtype, kind=like)
+        expected = given.joined()
+        first = given.run(attend)
+        assert error(first, given, like) < 4e-3, lengths[:8]
+        assert same(given.cache, expected)
+        assert torch.equal(given.run(attend), first)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_quantized_outputs_of_heads_of_other_sizes(
+    kind: tuple[int, int, AttentionKind], dtype: torch.dtype
+) -> None:
+    """Bit for bit what quantizes BF16, or refused."""
+    from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
+
+    heads, kv_heads, like = kind
+    lengths = [1, 17, 300, 0, 32, 1000, 2, 2049, 5]
+    given = batch(heads, kv_heads, lengths, like, dtype=dtype)
+    attend = DecodeAttention(heads, kv_heads, len(lengths), torch.device("cuda"), dtype, kind=like)
+    room = quantized.empty(len(lengths), heads * like.head_size, torch.device("cuda"))
+    if not attend.quantizes:
+        with pytest.raises(ValueError, match="expected BF16 outputs"):
+            attend(DecodeStep(*given), room)
+        return
+    expected = quantize_activation(given.run(attend).flatten(1), "fp32")
+    room.codes.view(torch.uint8).fill_(0x7F)
+    room.scales.fill_(torch.nan)
+    attend(DecodeStep(*given), room)
+    assert same(room.codes, expected.codes)
+    assert torch.equal(room.scales, expected.scales)
+
+
+@BOTH
+def test_a_block_that_others_complete_is_read_through_a_window(dtype: torch.dtype) -> None:
+    like = AttentionKind(64, window=40)
+    lengths = [16 * 5, 17, 16 * 4 + 5, 3, *[16 * 4] * 40]
+    given = batch(32, 8, lengths, like, dtype=dtype)
+    table = given.table.clone()
+    table[2, 2] = table[0, 4]  # tokens 32 to 47, which the window from 29 on has
+    given = given._replace(table=table)
+    attend = DecodeAttention(32, 8, len(lengths), torch.device("cuda"), dtype, kind=like)
+    expected = given.joined()
+    assert error(given.run(attend), given, like) < 4e-3
+    assert same(given.cache, expected)
 
 
 @BOTH
@@ -210,7 +297,7 @@ def test_one_score_far_above_the_others() -> None:
     for at in (3, 900):
         given = batch(32, 8, [1000])
         cache = given.cache.float()
-        cache[given.table[0, at // 16].long(), :, at % 16, :HEAD_DIMENSION] *= 8
+        cache[given.table[0, at // 16].long(), :, at % 16, :128] *= 8
         query = (given.query.float() * 3).clamp(-448, 448)
         given = given._replace(cache=cache.clamp(-448, 448).to(FP8_DTYPE), query=query.to(FP8_DTYPE))
         assert error(given.run(DecodeAttention(32, 8, 1, torch.device("cuda"))), given) < 4e-3
@@ -248,7 +335,7 @@ def test_quantized_outputs_are_what_quantizes_bf16(
         from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
         expected = quantize_activation(given.run(attend).flatten(1), form)
-        room = quantized.empty(len(lengths), shape[0] * HEAD_DIMENSION, torch.device("cuda"))
+        room = quantized.empty(len(lengths), shape[0] * 128, torch.device("cuda"))
         room.codes.view(torch.uint8).fill_(0x7F)
         room.scales.fill_(torch.nan)
         attend(DecodeStep(*given), room, form)
@@ -397,3 +484,30 @@ def test_in_a_real_engine(tmp_path: Path) -> None:
     assert apart(unquantized, graphs) < 1.5 * apart(eager, graphs)
     assert apart(flash, whole) < 1.5 * apart(eager, graphs)
     assert apart(plain_flash, plain) < 1.5 * apart(eager, graphs)
+
+
+@pytest.mark.parametrize("name", windowed_models.MODELS)
+def test_in_an_engine_whose_layers_have_windows(name: str, tmp_path: Path) -> None:
+    """Soft caps or sinks too, heads of other sizes, and block tables of their own for layers with a window.
+
+    FlashAttention 3 says the same, nearly.
+    """
+    windowed_models.write(name, tmp_path / "model")
+    modes = ("plain eager", "plain", "plain flash")
+    if name != "gpt-oss":  # FlashAttention reads no FP8 beside sinks
+        modes += "eager", "graphs", "flash"
+    of = dict(zip(modes, told("attention_scenario.py", modes, tmp_path / "model", tmp_path), strict=True))
+    for mode in modes:
+        one = of[mode]
+        if mode.endswith("flash"):
+            assert one["calls"] == 0
+            continue
+        if mode.endswith("eager"):
+            assert one["calls"] - one["at start"] >= windowed_models.LAYERS * (TOKENS - 1)
+            assert one["error"] < 4e-3
+            assert one["joined"]
+            continue
+        assert one["calls"] == one["at start"] + one["mixed"], "decoding alone is replayed"
+        assert one["mixed"] > 0
+        flash, eager = ("plain flash", "plain eager") if mode == "plain" else ("flash", "eager")
+        assert apart(of[flash], one) < 1.5 * apart(of[eager], one) + 0.01

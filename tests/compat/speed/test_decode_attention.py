@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_fp8ext.compat.graphs import fusion_attention
 from vllm_fp8ext.compat.speed import decode_attention, mixed_step_metadata
-from vllm_fp8ext.kernels.attention.decode_attention import is_kernel_aligned
+from vllm_fp8ext.kernels.attention.decode_attention import AttentionKind, is_kernel_aligned
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.testing import kernel_cases
@@ -68,13 +68,13 @@ def config(context_parallel: int = 1, ubatching: bool = False, connector: object
     [
         ({"backend": "TRITON_ATTN"}, "attention by TRITON_ATTN"),
         ({"vllm_flash_attn_version": 2}, "FlashAttention 2"),
-        ({"head_size": 64}, "heads of 64"),
-        ({"head_size_v": 192}, "heads of 128"),
+        ({"head_size": 80, "head_size_v": 80}, "heads of 80"),
+        ({"head_size": 512, "head_size_v": 512}, "heads of 512"),
+        ({"head_size_v": 192}, "heads of 128 with values of 192"),
         ({"num_queries_per_kv": 17}, "17 query heads to a KV head"),
-        ({"sliding_window": (127, 0)}, "a sliding window"),
-        ({"logits_soft_cap": 30.0}, "soft-capped scores"),
+        ({"sliding_window": (127, 127)}, "a window of 127 tokens behind one"),
         ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
-        ({"sinks": torch.ones(4)}, "sinks"),
+        ({"sinks": torch.ones(4)}, "sinks in other dtypes than BF16"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, f"{AttentionType.ENCODER_ONLY} attention"),
         ({"kv_sharing_target_layer_name": "another"}, "shared K and V"),
         ({"query_quant": None}, "queries in 16 bits"),
@@ -85,6 +85,29 @@ def config(context_parallel: int = 1, ubatching: bool = False, connector: object
 )
 def test_layers_that_stay_with_vllms_attention(changed: dict[str, Any], reason: str) -> None:
     assert decode_attention.unsupported_reason(layer(**changed), config()) == reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({}, AttentionKind()),
+        ({"head_size": 64, "head_size_v": 64}, AttentionKind(64)),
+        ({"head_size": 96, "head_size_v": 96, "sliding_window": (2046, 0)}, AttentionKind(96, window=2047)),
+        (
+            {"head_size": 256, "head_size_v": 256, "sliding_window": (4095, 0), "logits_soft_cap": 50.0},
+            AttentionKind(256, window=4096, soft_cap=50.0),
+        ),
+        (
+            {"sinks": torch.ones(4).bfloat16(), "sliding_window": (127, 0)},
+            AttentionKind(128, 128, sinks=True),
+        ),
+    ],
+    ids=["plain", "Llama-3.2-1B", "Phi-3", "Gemma 2", "sinks"],
+)
+def test_layers_that_go_to_the_kernel(changed: dict[str, Any], kind: AttentionKind) -> None:
+    given = layer(**changed)
+    assert decode_attention.unsupported_reason(given, config()) is None
+    assert decode_attention.kind_of(given) == kind
 
 
 def test_attention_over_chunks_stays_with_vllms() -> None:
@@ -106,7 +129,7 @@ def test_parallelism_that_the_kernel_does_not_know() -> None:
 
 
 def test_what_is_not_for_the_kernel_is_left_as_it_is() -> None:
-    given = layer(head_size=64)
+    given = layer(head_size=80)
     before = dict(vars(given.impl))
     decode_attention.attach(given, config(), {})
     assert vars(given.impl) == before
@@ -117,9 +140,13 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
 ) -> None:
     """Its scratch memory is the engine's: another one may sleep, or run at the same time."""
     used: list[Any] = []
-    monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: SimpleNamespace(shape=shape))
     monkeypatch.setattr(
-        decode_attention, "replace_attention", lambda layer, kernel, form: used.append(kernel)
+        decode_attention,
+        "DecodeAttention",
+        lambda *shape, kind: SimpleNamespace(shape=shape, kind=kind, quantizes=kind.head_size != 96),
+    )
+    monkeypatch.setattr(
+        decode_attention, "replace_attention", lambda layer, kernel, form: used.append((kernel, form))
     )
     monkeypatch.setattr(decode_attention.decode_prefill_split, "install", lambda: None)
     given = layer(**PLAIN)
@@ -130,11 +157,18 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
     engines: list[decode_attention.Kernels] = [{}, {}]
     for kernels in engines:
         for _ in range(2):
-            decode_attention.attach(given, of, kernels)
-    assert used[0] is used[1]
-    assert used[2] is used[3]
-    assert used[0] is not used[2]
-    assert used[0].shape == (32, 8, 8, torch.device("cpu"), torch.bfloat16)
+            assert decode_attention.attach(given, of, kernels, "fp32")
+    first, second, third, fourth = (kernel for kernel, _ in used)
+    assert first is second
+    assert third is fourth
+    assert first is not third
+    assert first.shape == (32, 8, 8, torch.device("cpu"), torch.bfloat16)
+    given.impl.sliding_window = 127, 0
+    decode_attention.attach(given, of, engines[0], "fp32")
+    assert used[-1][0] is not first, "layers with a window have another"
+    vars(given).update(head_size=96, head_size_v=96)
+    assert not decode_attention.attach(given, of, engines[0], "fp32")
+    assert [form for _, form in used] == ["fp32"] * 5 + [None], "of which outputs can't be quantized"
 
 
 STEP = {
@@ -165,7 +199,7 @@ STEP = {
 )
 def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None, own: bool) -> None:
     calls: list[str] = []
-    given = layer()
+    given = layer(sinks="sinks")
     given.impl.forward = lambda *_: calls.append("vLLM attends") or "theirs"
     asked: list[Any] = []
     decode_attention.replace_attention(given, lambda *args: asked.append(args))  # type: ignore[arg-type]  # what it is called with
@@ -179,9 +213,9 @@ def test_steps_that_decode_alone_go_to_the_kernel(changed: dict[str, Any] | None
         return
     assert not calls
     assert result is out
-    (((q, k, v, cache, table, lengths, slots, scales, scale), written),) = asked
+    (((q, k, v, cache, table, lengths, slots, scales, scale, sinks), written),) = asked
     assert [len(part) for part in (q, k, v, written)] == [2] * 4
-    assert (cache, table, scales, scale) == ("cache", "table", ("q", "k", "v"), 0.5)
+    assert (cache, table, scales, scale, sinks) == ("cache", "table", ("q", "k", "v"), 0.5, "sinks")
     assert lengths is metadata.seq_lens
     assert slots is metadata.slot_mapping
 

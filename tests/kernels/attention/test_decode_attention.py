@@ -1,36 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where quantized outputs of `DecodeAttention` may go, which is looked at before anything is launched."""
+"""What `DecodeAttention` looks at before anything is launched, and its reference."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from vllm_fp8ext.kernels.attention.decode_attention import HEAD_DIMENSION, DecodeAttention, DecodeStep
+from vllm_fp8ext.kernels.attention.decode_attention import (
+    AttentionKind,
+    DecodeAttention,
+    DecodeStep,
+    decode_attention_reference,
+)
 from vllm_fp8ext.kernels.numerics import quantized
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
 REQUESTS, HEADS, KV_HEADS = 3, 8, 2
-COLUMNS = HEADS * HEAD_DIMENSION
+HEAD_SIZE = 128
+PLAIN = AttentionKind()
+COLUMNS = HEADS * HEAD_SIZE
 ROOM = quantized.empty(REQUESTS, COLUMNS, torch.device("cpu"))
 
 
-CACHE = torch.zeros(4, KV_HEADS, 32, 2 * HEAD_DIMENSION, dtype=torch.bfloat16)
+CACHE = torch.zeros(4, KV_HEADS, 32, 2 * HEAD_SIZE, dtype=torch.bfloat16)
 
 
-def prepared() -> DecodeAttention:
+def prepared(kind: AttentionKind = PLAIN) -> DecodeAttention:
     attend = DecodeAttention.__new__(DecodeAttention)  # what compiles for a GPU is left out
     attend.heads, attend.kv_heads, attend.requests, attend.dtype = HEADS, KV_HEADS, REQUESTS, torch.bfloat16
-    attend._held = None
+    attend._held, attend.kind = None, kind
     return attend
 
 
 def step(cache: Tensor = CACHE) -> DecodeStep:
     query, key, value = (
-        torch.zeros(REQUESTS, heads, HEAD_DIMENSION, dtype=torch.bfloat16)
-        for heads in (HEADS, *[KV_HEADS] * 2)
+        torch.zeros(REQUESTS, heads, HEAD_SIZE, dtype=torch.bfloat16) for heads in (HEADS, *[KV_HEADS] * 2)
     )
     table, lengths = (torch.ones(*shape, dtype=torch.int32) for shape in ((REQUESTS, 4), (REQUESTS,)))
     slots, ones = torch.zeros(REQUESTS, dtype=torch.int64), torch.ones(1)
@@ -118,3 +125,98 @@ def test_other_caches_are_refused_after_one_that_is_right(cache: Tensor) -> None
 def test_other_steps_are_refused(changed: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=f"decode_attention: expected .*{problem}"):
         prepared()._check(step()._replace(**changed), ROOM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sinks", "problem"),
+    [
+        (AttentionKind(), torch.ones(HEADS).bfloat16(), "no sinks"),
+        (AttentionKind(sinks=True), None, r"BF16 sinks \(8,\)"),
+        (AttentionKind(sinks=True), torch.ones(HEADS), r"BF16 sinks \(8,\)"),
+        (AttentionKind(sinks=True), torch.ones(KV_HEADS).bfloat16(), r"BF16 sinks \(8,\)"),
+        (AttentionKind(sinks=True), torch.ones(2 * HEADS).bfloat16()[::2], r"BF16 sinks \(8,\)"),
+        (AttentionKind(sinks=True), torch.ones(HEADS).bfloat16(), None),
+    ],
+    ids=["unexpected", "missing", "dtype", "count", "strides", "right"],
+)
+def test_sinks_are_there_where_layers_have_them(
+    kind: AttentionKind, sinks: Tensor | None, problem: str | None
+) -> None:
+    given = step()._replace(sinks_H=sinks)
+    if problem is None:
+        prepared(kind)._check(given, ROOM)
+        return
+    with pytest.raises(ValueError, match=f"decode_attention: expected {problem}"):
+        prepared(kind)._check(given, ROOM)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "quantizes"),
+    [
+        (32, 8, 128, True),
+        (28, 4, 128, True),
+        (16, 8, 256, True),
+        (32, 8, 64, True),
+        (14, 2, 64, False),
+        (32, 32, 96, False),
+    ],
+)
+def test_outputs_are_quantized_where_one_warp_has_all_of_a_scale(
+    heads: int, kv_heads: int, size: int, quantizes: bool
+) -> None:
+    attend = prepared(AttentionKind(size))
+    attend.heads, attend.kv_heads = heads, kv_heads
+    assert attend.quantizes == quantizes
+
+
+def test_room_for_outputs_that_are_not_quantized_is_refused() -> None:
+    attend = prepared(AttentionKind(96))
+    with pytest.raises(ValueError, match="BF16 outputs of 8 heads of 96, 2 of K and V"):
+        attend._check(step(), ROOM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (AttentionKind(80), r"expected heads of \(64, 96, 128, 256\), found 80"),
+        (AttentionKind(window=0), "expected a window of at least one token, found 0"),
+    ],
+)
+def test_other_kinds_of_attention_are_refused(kind: AttentionKind, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        DecodeAttention(8, 2, 1, torch.device("cpu"), kind=kind)
+
+
+SEEN = {
+    "window": (AttentionKind(64, window=5), None),
+    "a window longer than contexts": (AttentionKind(64, window=99), None),
+    "soft cap": (AttentionKind(64, soft_cap=2.0), None),
+    "sinks": (AttentionKind(64, sinks=True), torch.tensor([0.5, -1, 2, 0]).bfloat16()),
+    "all": (AttentionKind(64, window=5, soft_cap=2.0, sinks=True), torch.tensor([0.5, -1, 2, 0]).bfloat16()),
+}
+
+
+@pytest.mark.parametrize(("kind", "sinks"), SEEN.values(), ids=SEEN)
+def test_the_reference_is_attention_token_by_token(kind: AttentionKind, sinks: Tensor | None) -> None:
+    noise = torch.Generator().manual_seed(0)
+    cache = torch.randn(3, 2, 16, 128, generator=noise).bfloat16()
+    query = 3 * torch.randn(1, 4, 64, generator=noise).bfloat16()
+    length, one = 37, torch.ones(1)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    out = decode_attention_reference(
+        query, cache, table, torch.tensor([length]), (one, one, one), 0.125, kind, sinks
+    )
+    for head in range(4):
+        total, weighed = 0.0, torch.zeros(64, dtype=torch.double)
+        if sinks is not None:
+            total += math.exp(float(sinks[head]))
+        for token in range(length):
+            if kind.window is not None and token <= length - 1 - kind.window:
+                continue
+            key, value = cache[table[0, token // 16].long(), head // 2, token % 16].double().split(64)
+            score = float(query[0, head].double() @ key) * 0.125
+            if kind.soft_cap:
+                score = kind.soft_cap * math.tanh(score / kind.soft_cap)
+            total += math.exp(score)
+            weighed += math.exp(score) * value
+        torch.testing.assert_close(out[0, head], weighed / total)

@@ -21,8 +21,9 @@ from vllm_fp8ext.compat.speed.layer_attention import LayerAttention, caches_code
 from vllm_fp8ext.compat.wrapping import wrap_instance
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.kernels.attention.decode_attention import (
-    HEAD_DIMENSION,
+    HEAD_SIZES,
     MOST_GROUP,
+    AttentionKind,
     DecodeAttention,
 )
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE, ScaleFormat
@@ -48,8 +49,10 @@ REMOVE_WHEN: str = "FlashAttention reads caches at memory speed whatever a step 
 SWITCH: tuple[str, object] = ("kernels.takes_decode_attention", False)
 GPU_ONLY: bool = True
 
-Kernels: TypeAlias = dict[tuple[int, int, int, torch.device, torch.dtype], DecodeAttention]
-"""Kernels of one engine, by heads, KV heads, requests, device and dtype of the cache."""
+Shape: TypeAlias = tuple[int, int, int, torch.device, torch.dtype]
+"""Heads, KV heads, requests, device and dtype of the cache."""
+Kernels: TypeAlias = dict[tuple[Shape, AttentionKind], DecodeAttention]
+"""Kernels of one engine."""
 
 
 def attach_all(model: nn.Module, config: Any) -> None:
@@ -58,38 +61,52 @@ def attach_all(model: nn.Module, config: Any) -> None:
     form = settings.scale_format if settings.kernels.quantized_attention and fuses else None
     kernels: Kernels = {}
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
-    taken = [attach(layer, config, kernels, form) for layer in layers]
+    quantizing = [attach(layer, config, kernels, form) for layer in layers]
     if fuses:
         from vllm_fp8ext.compat.graphs import fusion_attention
 
         for each in compiled_with(config, model):
-            fusion_attention.configure(each, form if taken and all(taken) else None)
+            fusion_attention.configure(each, form if quantizing and all(quantizing) else None)
 
 
 def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
-    """Give a layer the kernel, if the kernel computes such layers, and say so.
+    """Give a layer the kernel, if it computes such layers, and say so.
 
     Layers of a shape, which run one after the other, share a kernel; those of another engine, whose memory may be given
-    back, do not. It is compiled here: seconds, once on a machine. `form`: as of `replace_attention`.
+    back, do not. It is compiled here: seconds, once on a machine. `form`: as of `replace_attention`. Tells whether the layer
+    has a kernel that can quantize its outputs.
     """
-    reason = unsupported_reason(layer, config)
+    reason, kernel = unsupported_reason(layer, config), None
     if reason is None:
         requests = max(
             config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
         )
+        dtype = FP8_DTYPE if caches_codes(layer) else torch.bfloat16
+        shape = (layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
+        kind = kind_of(layer)
         try:
-            dtype = FP8_DTYPE if caches_codes(layer) else torch.bfloat16
-            shape = (layer.num_heads, layer.num_kv_heads, requests, layer._k_scale.device, dtype)
-            kernel = kernels.get(shape) or kernels.setdefault(shape, DecodeAttention(*shape))
+            kernel = kernels.get((shape, kind)) or DecodeAttention(*shape, kind=kind)
+            kernels[shape, kind] = kernel
         except (CudaError, ValueError) as error:
             reason = str(error)
-    if reason is not None:
+    if kernel is None:
         log_once(f"blockfp8: vLLM's attention decodes, for {reason}")
         return False
     log_once("blockfp8: requests that decode attend by our own kernel, prompts by FlashAttention 3")
     decode_prefill_split.install()
-    replace_attention(layer, kernel, form)
-    return True
+    replace_attention(layer, kernel, form if kernel.quantizes else None)
+    return kernel.quantizes
+
+
+def kind_of(layer: Attention) -> AttentionKind:
+    """Return what the kernel has to know of a layer's attention."""
+    before, _ = layer.impl.sliding_window
+    return AttentionKind(
+        head_size=layer.head_size,
+        window=None if before < 0 else before + 1,
+        soft_cap=float(layer.impl.logits_soft_cap or 0),
+        sinks=layer.impl.sinks is not None,
+    )
 
 
 def unsupported_reason(layer: Attention, config: Any) -> str | None:
@@ -97,16 +114,17 @@ def unsupported_reason(layer: Attention, config: Any) -> str | None:
     impl = layer.impl
     if layer.attn_backend.get_name() != "FLASH_ATTN":
         return f"attention by {layer.attn_backend.get_name()}"
-    group = impl.num_queries_per_kv
+    group, (before, behind) = impl.num_queries_per_kv, impl.sliding_window
+    size, sinks = layer.head_size, impl.sinks
     reasons = {
         f"FlashAttention {impl.vllm_flash_attn_version}": impl.vllm_flash_attn_version != 3,
-        f"heads of {layer.head_size}": (layer.head_size, layer.head_size_v) != (HEAD_DIMENSION,) * 2,
+        f"heads of {size}": size not in HEAD_SIZES,
+        f"heads of {size} with values of {layer.head_size_v}": layer.head_size_v != size,
         f"{group} query heads to a KV head": group > MOST_GROUP,
-        "a sliding window": tuple(impl.sliding_window) != (-1, -1),
+        f"a window of {behind} tokens behind one": behind != (-1 if before < 0 else 0),
         "attention over chunks": isinstance(layer, ChunkedLocalAttention),
-        "soft-capped scores": bool(impl.logits_soft_cap),
         "ALiBi": impl.alibi_slopes is not None,
-        "sinks": impl.sinks is not None,
+        "sinks in other dtypes than BF16": sinks is not None and sinks.dtype != torch.bfloat16,
         f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
         "shared K and V": layer.kv_sharing_target_layer_name is not None,
         "queries in 16 bits": caches_codes(layer) and layer.query_quant is None,

@@ -41,7 +41,7 @@ class LayerAttention:
 
     def __init__(self, layer: Attention, kernel: DecodeAttention, form: ScaleFormat | None) -> None:
         self.kernel = kernel
-        self.scale = layer.impl.scale
+        self.impl = layer.impl
         self.scale_format: ScaleFormat = form or "fp32"
         self.quantizes = form is not None
         # a checkpoint may have a scale for queries that are not quantized; that of K is one then
@@ -121,7 +121,8 @@ class _LayerStep:
         module, layer = self.module, self.layer
         scales = (getattr(module, layer.query_scale), module._k_scale, module._v_scale)
         table = self.metadata.block_table
-        return DecodeStep(query, key, value, self.kv_cache, table, lengths, slots, scales, layer.scale)
+        scale, sinks = layer.impl.scale, layer.impl.sinks
+        return DecodeStep(query, key, value, self.kv_cache, table, lengths, slots, scales, scale, sinks)
 
     def _attend_by_vllm(self, metadata: Any, first: int, lengths: Tensor | None = None) -> Any:
         """Attend from this token on.
