@@ -270,9 +270,9 @@ def engine(**changed: Any) -> Any:
         ("vllm_config.additional_config", {"fp8ext": {"kernels": {"batch_invariant": True}}}),
         ("vllm_config.model_config.quantization", "fp8_per_block"),
         ("vllm_config.parallel_config.tensor_parallel_size", 2),
-        ("block_tables.num_kv_cache_groups", 2),
+        ("block_tables.num_kv_cache_groups", 0),
         ("block_tables.cp_size", 2),
-        ("block_tables._slot_mapping_enabled", [False]),
+        ("block_tables._slot_mapping_enabled", [True, False]),
         ("model_state", object()),
         ("model_state.rope_state", object()),
         ("model_state.num_new_sampled_tokens_per_step", 0),
@@ -295,6 +295,31 @@ def test_engines_whose_steps_need_more_are_left_to_vllm(path: str, value: Any) -
     assert decode_step_reuse.previous_step(plain) is decode_step_reuse.previous_step(plain)
     assert isinstance(decode_step_reuse.previous_step(plain), decode_step_reuse.PreviousStep)
     assert decode_step_reuse.previous_step(engine(**{path: value})) is None
+
+
+def test_layers_with_windows_have_block_tables_of_their_own() -> None:
+    """vLLM has a group for these and one for the others, with pages of other sizes."""
+    two = engine(
+        **{"block_tables.num_kv_cache_groups": 2, "block_tables._slot_mapping_enabled": [True, True]}
+    )
+    assert decode_step_reuse.previous_step(two) is not None
+    runner = Runner()
+    tables, computed = runner.block_tables, runner.req_states.num_computed_tokens.gpu
+    wide = torch.arange(500, 500 + PLACES * 3, dtype=torch.int32).view(PLACES, 3)
+    tables.block_tables.append(SimpleNamespace(gpu=wide))
+    tables.input_block_tables.append(torch.zeros(PLACES, 3, dtype=torch.int32))
+    tables.num_blocks.gpu = torch.stack([computed // PAGE + 1, computed // 8 + 1])
+    tables.slot_mappings = torch.zeros(2, 16, dtype=torch.int64)
+    tables.block_sizes.append(8)
+    runner.step(scheduled(), step())
+    runner.step(scheduled(), step())
+    assert runner.calls == ["inputs", "attention"]
+    buffers, slots = runner.input_buffers, tables.slot_mappings
+    assert buffers.positions[:3].tolist() == [7, 3, 12]
+    assert buffers.seq_lens[:4].tolist() == [8, 4, 13, 0]
+    assert slots[0, :4].tolist() == [125 * 4 + 3, 112 * 4 + 3, 145 * 4, -1]
+    assert slots[1, :4].tolist() == [512 * 8 + 7, 506 * 8 + 3, 522 * 8 + 4, -1]
+    assert tables.input_block_tables[1][:3, :1].tolist() == [[512], [506], [521]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares a decode step of the same requests as the previous one by one launch.
 
+Layers with sliding windows have block tables of their own: one launch for each such group of layers.
+
 vLLM makes everything anew, by four launches and some thirty small operations, for which such a step of a small model waits.
 `DefaultModelState.prepare_attn` makes metadata that no one reads behind a graph that holds our attention alone;
 `add_requests` brings the sampler's settings to the GPU in every step. `capture_model` tries the launch, and after
@@ -171,7 +173,7 @@ def can_reuse(runner: Any) -> bool:
     tables, state = runner.block_tables, runner.model_state
     return bool(
         is_configured(runner.vllm_config)
-        and tables.num_kv_cache_groups == 1
+        and tables.num_kv_cache_groups >= 1
         and tables.cp_size == 1
         and all(tables._slot_mapping_enabled)
         and type(state) is DefaultModelState
@@ -183,27 +185,32 @@ def can_reuse(runner: Any) -> bool:
 
 
 def _launch(runner: Any, places_R: Tensor, count: int, padded: int) -> None:
+    """Write the step's inputs, once for each group of layers that share block tables.
+
+    Each launch writes the same tokens.
+    """
     states, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
-    step_inputs(
-        places_R,
-        Requests(
-            states.num_computed_tokens.gpu,
-            states.last_sampled_tokens,
-            tables.block_tables[0].gpu,
-            tables.num_blocks.gpu[0],
-        ),
-        Inputs(
-            buffers.input_ids,
-            buffers.positions,
-            buffers.query_start_loc,
-            buffers.seq_lens,
-            tables.input_block_tables[0],
-            tables.slot_mappings[0],
-        ),
-        count,
-        padded,
-        tables.block_sizes[0],
-    )
+    for group, page in enumerate(tables.block_sizes):
+        step_inputs(
+            places_R,
+            Requests(
+                states.num_computed_tokens.gpu,
+                states.last_sampled_tokens,
+                tables.block_tables[group].gpu,
+                tables.num_blocks.gpu[group],
+            ),
+            Inputs(
+                buffers.input_ids,
+                buffers.positions,
+                buffers.query_start_loc,
+                buffers.seq_lens,
+                tables.input_block_tables[group],
+                tables.slot_mappings[group],
+            ),
+            count,
+            padded,
+            page,
+        )
 
 
 def _wrap_capture_model(original: Any) -> Any:
