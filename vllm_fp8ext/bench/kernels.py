@@ -19,7 +19,10 @@ from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.testing import kernel_cases
 from vllm_fp8ext.layers import gemm_kernels
 
-PARTS = ("decode", "prefill", "weights", "fused", "kv", "attention", "logprobs", "experts")
+PARTS = (
+    *("decode", "prefill", "weights", "fused"),
+    *("kv", "attention", "attention_layers", "logprobs", "experts"),
+)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -82,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vllm_fp8ext.bench import attention
 
         attention.attention(report)
+    if "attention_layers" in options.only:
+        from vllm_fp8ext.bench import attention
+
+        attention.layers(report)
     if "logprobs" in options.only:
         from vllm_fp8ext.bench import logprobs
 
