@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from shared_exports import SharedExports, shared_exports, without_cuda
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
+from vllm_fp8ext.bench.native import HeldTensors
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
@@ -57,19 +57,6 @@ def exports() -> Iterator[SharedExports]:
         yield made
 
 
-class Tensors(WeightSource):
-    """Tensors of a checkpoint."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors.items())
-
-
 def late() -> dict[str, Tensor]:
     return load_file(LATE / "model.safetensors")
 
@@ -78,7 +65,7 @@ def pushed(client: Any, exports: SharedExports, tensors: dict[str, Tensor], *, p
     """What a trainer does once."""
     with without_cuda(exports):
         init = IPCTrainerInitInfo(rank=0, packed=packed, packed_buffer_size_bytes=BUFFER)
-        engine = IPCTrainerWeightTransferEngine.trainer_init(init, client=client, source=Tensors(tensors))
+        engine = IPCTrainerWeightTransferEngine.trainer_init(init, client=client, source=HeldTensors(tensors))
         engine.send_weights()
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -29,23 +30,25 @@ SETTINGS = {"native_pickled_handles": True}
 
 
 class Native:
-    """A trainer whose tensors lie on a GPU of the server's machine.
+    """A trainer whose tensors lie on a GPU of the server's machine; `tensors`: the first ones that it holds.
 
     With a `stock` server generation is paused around an update, and the prefix cache reset, as vLLM's documentation asks.
     """
 
-    def __init__(self, server: Server, way: str, *, stock: bool) -> None:
+    def __init__(self, server: Server, way: str, tensors: Mapping[str, Tensor], *, stock: bool) -> None:
         self._server, self._stock = server, stock
         keyed = server.url if stock else server.url.replace("://", f"://x:{server.key}@", 1)
         typed = way == "native-typed"
         client = WeightSyncClient(server.url, server.key) if typed else HTTPVLLMWeightSyncClient(keyed)
-        self._source = _Held()
+        self._source = HeldTensors(tensors)
         self._engine = IPCTrainerWeightTransferEngine.trainer_init(
             IPCTrainerInitInfo(rank=0, packed=way == "native-packed"), client=client, source=self._source
         )
 
     def push(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Send tensors; seconds of `transfer` from `start` to the answer of `finish`, and of the server's `pause`.
+        """Send tensors of the same names and shapes.
+
+        Returns seconds of `transfer`, from `start` to the answer of `finish`, and of the server's `pause`.
 
         Raises:
             httpx.HTTPError: the server refused.
@@ -64,13 +67,20 @@ class Native:
         return seconds
 
 
-class _Held(WeightSource):
-    """Tensors that a trainer holds."""
+class HeldTensors(WeightSource):
+    """Tensors that a trainer holds. vLLM 0.32 calls `metadata` and iterates; later releases read it, and call `iter_full`."""
 
-    tensors: Mapping[str, Tensor]
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.tensors.items())
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor."""
+        return iter(self)
+
+    def _metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    metadata: Any = cached_property(_metadata) if hasattr(WeightSource, "iter_full") else _metadata

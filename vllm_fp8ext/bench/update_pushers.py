@@ -82,9 +82,8 @@ def _native(
     """Update by vLLM's own trainer engine."""
     from vllm_fp8ext.bench.native import Native
 
-    native = Native(server, way, stock=stock)
     held = {name: _in_memory(path, "ipc", options, fused=False) for name, path in folders.items()}
-
+    native = Native(server, way, held["a"], stock=stock)
     try:
         yield lambda name: native.push(held[name])
     finally:
