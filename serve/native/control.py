@@ -165,7 +165,9 @@ def described_config(config: Any) -> dict[str, Any]:
             "world_size": parallel.world_size,
         },
         "cache_config": {"cache_dtype": config.cache_config.cache_dtype},
-        "lora_config": None if config.lora_config is None else {"max_loras": config.lora_config.max_loras},
+        "lora_config": None
+        if config.lora_config is None
+        else {"max_loras": config.lora_config.max_loras, "max_lora_rank": config.lora_config.max_lora_rank},
         "weight_transfer_config": None if transfer is None else {"backend": _written(transfer.backend)},
     }
 
