@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports classes of trainers from their own packages, which lie beside the environment without what they need for training.
 
-On a CPU the same bytes come through shared memory where a trainer shares memory of a GPU.
+A GPU's memory is shared by CUDA IPC; on a CPU the same bytes come through shared memory.
 """
 
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 TRAINERS = Path(sys.prefix) / "trainers"
 """Where they lie, out of sight of vLLM."""
@@ -38,6 +39,11 @@ DEVICE = "a-cpu"
 """In place of the UUID of a GPU."""
 
 
+def uuid(rank: int) -> str:
+    """Return the name by which torch knows a rank's device."""
+    return str(torch.cuda.get_device_properties(rank).uuid) if torch.cuda.is_available() else DEVICE
+
+
 class SharedTorch:
     """Stands for torch in a module of a trainer's, which asks for its GPU."""
 
@@ -55,12 +61,20 @@ def from_file(path: str, dtype: str, size: int, *rest: Any) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=getattr(torch, dtype))
 
 
-def handle(path: Path, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Put a tensor into shared memory; returns a function and its arguments, of which the seventh is a device."""
+def shared(path: Path, tensor: torch.Tensor, rank: int = 0) -> tuple[torch.Tensor, Any]:
+    """Copy a tensor to memory that a rank can open: on its GPU, or a file.
+
+    Returns that memory, which must be kept, and its handle: a function and its arguments, of which the seventh is a device.
+    """
+    if torch.cuda.is_available():
+        copy = tensor.reshape(-1).to(f"cuda:{rank}", copy=True)
+        torch.cuda.synchronize(rank)
+        return copy, reduce_tensor(copy)
     path.write_bytes(b"\0" * max(tensor.nbytes, 1))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    from_file(str(path), dtype, tensor.numel()).copy_(tensor.reshape(-1))
-    return from_file, (str(path), dtype, tensor.numel(), None, None, None, None)
+    copy = from_file(str(path), dtype, tensor.numel())
+    copy.copy_(tensor.reshape(-1))
+    return copy, (from_file, (str(path), dtype, tensor.numel(), None, None, None, None))
 
 
 def buckets(tensors: Sequence[tuple[str, torch.Tensor]], count: int) -> list[list[tuple[str, torch.Tensor]]]:

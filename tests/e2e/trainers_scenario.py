@@ -25,8 +25,10 @@ import torch
 import zmq
 from llm_scenario import OPTIONS, sample
 from torch import Tensor
-from trainer_packages import DEVICE, buckets, handle
+from torch.multiprocessing.reductions import reduce_tensor
+from trainer_packages import DEVICE, buckets, shared, uuid
 from vllm import LLM
+from vllm.platforms import current_platform
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.serve.embedded import embedded_blocking
@@ -38,6 +40,7 @@ Tensors = list[tuple[str, Tensor]]
 Update = Callable[[LLM, Tensors], Any]
 RANKS = int(sys.argv[3])
 FOLDER = Path(sys.argv[1]).parent
+GPU = torch.cuda.is_available()
 
 
 def beside(call: Callable[[], Any], *senders: Callable[[], Any]) -> None:
@@ -63,10 +66,15 @@ def verl(llm: LLM, tensors: Tensors) -> None:
     def sender(rank: int) -> Callable[[], None]:
         job = os.environ["VERL_RAY_JOB_ID"]
         where = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-{rank}.sock"
-        made = transfer.BucketedWeightSender(where, bucket_size_mb=1, use_shm=True)
-        return lambda: asyncio.run(made.async_send_weights(iter(tensors)))
+        made = transfer.BucketedWeightSender(where, bucket_size_mb=1, use_shm=not GPU)
 
-    call = {"peft_config": None, "base_sync_done": False, "use_shm": True}
+        def send() -> None:
+            torch.cuda.set_device(rank) if GPU else None
+            asyncio.run(made.async_send_weights(iter(tensors)))
+
+        return send
+
+    call = {"peft_config": None, "base_sync_done": False, "use_shm": not GPU}
     beside(
         lambda: llm.collective_rpc("update_weights_from_ipc", kwargs=call), *(sender(n) for n in range(RANKS))
     )
@@ -74,12 +82,21 @@ def verl(llm: LLM, tensors: Tensors) -> None:
 
 def openrlhf(llm: LLM, tensors: Tensors) -> None:
     path = FOLDER / "broadcast"
-    llm.collective_rpc("join", args=(str(path),))
+    llm.collective_rpc("join", args=(str(path),)) if not GPU else None
     for number, (name, tensor) in enumerate(tensors):
-        handle(path, tensor.bfloat16())
         last = number == len(tensors) - 1
+        if GPU:
+            # flat memory has no other shape: a trainer shares its parameters as they are
+            kept = [tensor.bfloat16().to(f"cuda:{rank}") for rank in range(RANKS)]
+            torch.cuda.synchronize()
+            handles = {uuid(rank): reduce_tensor(kept[rank]) for rank in range(RANKS)}
+            llm.collective_rpc(
+                "update_weight_cuda_ipc", args=(name, torch.bfloat16, tensor.shape, handles, last)
+            )
+            continue
+        shared(path, tensor.bfloat16())
         llm.collective_rpc("update_weight", args=(name, torch.bfloat16, tensor.shape, last))
-    llm.collective_rpc("leave", args=(str(path),)) if RANKS == 1 else None
+    llm.collective_rpc("leave", args=(str(path),)) if RANKS == 1 and not GPU else None
 
 
 def skyrl(llm: LLM, tensors: Tensors) -> None:
@@ -93,7 +110,9 @@ def skyrl(llm: LLM, tensors: Tensors) -> None:
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
                 "sizes": [tensor.numel() for _, tensor in bucket],
             }
-            handles = pickle.dumps({DEVICE: handle(FOLDER / f"chunk-{number}", packed)})
+            chunk = FOLDER / f"chunk-{number}"
+            kept = {uuid(rank): shared(chunk, packed, rank) for rank in range(RANKS if GPU else 1)}
+            handles = pickle.dumps({name: handle for name, (_, handle) in kept.items()})
             info["ipc_handles_pickled"] = base64.b64encode(handles).decode()
             llm.collective_rpc("update_weights_ipc", kwargs={"update_info": info})
     except Exception:
@@ -123,13 +142,13 @@ def checkpoint_engine(llm: LLM, tensors: Tensors) -> None:
             assert answer == b"", answer.decode()
 
         def send() -> None:
-            function, arguments = handle(FOLDER / f"buffer-{rank}", torch.zeros(size, dtype=torch.uint8))
-            say((function, arguments))
-            buffer = function(*arguments)
+            buffer, handle = shared(FOLDER / f"buffer-{rank}", torch.zeros(size, dtype=torch.uint8), rank)
+            say(handle)
             for part in parts:
                 for spec, tensor in part:
                     place = buffer[spec["offset"] : spec["offset"] + tensor.nbytes]
                     place.copy_(tensor.reshape(-1).view(torch.uint8))
+                torch.cuda.synchronize(rank) if GPU else None
                 say([spec for spec, _ in part])
             say(None)
             say(None)
@@ -137,13 +156,18 @@ def checkpoint_engine(llm: LLM, tensors: Tensors) -> None:
 
         return send
 
-    where = {f"{DEVICE}-{rank}": f"ipc://{FOLDER}/engine-{rank}" for rank in range(RANKS)}
+    name = current_platform.get_device_uuid if GPU else lambda rank: f"{DEVICE}-{rank}"
+    where = {name(rank): f"ipc://{FOLDER}/engine-{rank}" for rank in range(RANKS)}
     senders = [sender(rank) for rank in range(RANKS)]
     beside(lambda: llm.collective_rpc("update_weights_from_ipc", args=(where,)), *senders)
 
 
 WORKERS: dict[str, tuple[Update, str, dict[str, Any]]] = {
-    "verl": (verl, "verl_worker.vLLMColocateWorkerExtension", {"load_format": "dummy"}),
+    "verl": (
+        verl,
+        "verl_worker.vLLMColocateWorkerExtension",
+        {"load_format": "dummy", "enable_sleep_mode": GPU},
+    ),
     "openrlhf": (
         openrlhf,
         "openrlhf_worker.SharedWorkerWrap",
