@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainer, unmodified, over NCCL: on the server's GPU, or on one of its own."""
+"""TRL's trainers over NCCL: on the server's GPU, or on one of their own."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from trl_runs import TRAINERS, WAYS, Runs
 
 from vllm_fp8ext.checkpoints import EARLY
-from vllm_fp8ext.demo.server import Server
-from vllm_fp8ext.update.contract.manifest import Manifest
-from vllm_fp8ext.update.worker.digest import checkpoint_digests
+from vllm_fp8ext.demo.server import MODEL, Server
 
-TRAINERS = Path(sys.prefix) / "trainers"
 IDLE_SECONDS = 20.0
-SECONDS = 500
+SECONDS = 400
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1500),
@@ -43,9 +35,10 @@ def model() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = (
-        *("--max-model-len", "512", "--max-num-seqs", "16", "--tokenizer", str(EARLY)),
+        *("--max-model-len", "512", "--max-num-seqs", "16", "--tokenizer", str(EARLY), "--enforce-eager"),
         *("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30)),
         *("--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"),
+        *("--served-model-name", MODEL, str(model)),  # `AsyncGRPOTrainer` asks for the model by its path
     )
     log = tmp_path_factory.mktemp("trl") / "server.log"
     settings = {"upload_idle_seconds": IDLE_SECONDS}
@@ -53,6 +46,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     with Server(model, log, arguments=arguments, settings=settings, variables=variables) as started:
         started.wait(900)
         yield started
+        print(started.tail(60))
 
 
 def gpus() -> list[str]:
@@ -61,75 +55,24 @@ def gpus() -> list[str]:
     return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def trainer(server: Server, model: Path, folder: Path, way: str, gpu: str) -> tuple[int, Path]:
-    """Exit code of a trainer, and the file in which it wrote what it saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(filter(None, [str(TRAINERS), os.environ.get("PYTHONPATH", "")]))
-    more = {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
-    more |= {"CUDA_VISIBLE_DEVICES": gpu, "NCCL_HOSTID": "the-trainer", "GROUP_PORT": str(port)}
-    more |= {"VLLM_HOST_IP": "127.0.0.1"}
-    script, facts, log = (
-        Path(__file__).with_name("trl_nccl_scenario.py"),
-        folder / "facts.json",
-        folder / "log",
-    )
-    line = [
-        sys.executable,
-        "-P",
-        str(script),
-        str(facts),
-        server.url,
-        server.key,
-        str(model),
-        str(folder),
-        way,
+@pytest.fixture(
+    params=[
+        pytest.param(0, id="one GPU"),
+        pytest.param(1, marks=pytest.mark.multigpu, id="two GPUs"),
     ]
-    with log.open("wb") as file:
-        done = subprocess.run(
-            line, env=os.environ | more, stdout=file, stderr=subprocess.STDOUT, timeout=SECONDS
-        )
-    print(log.read_text(errors="replace")[-4000:])
-    return done.returncode, facts
+)
+def runs(request: pytest.FixtureRequest, server: Server, model: Path) -> Runs:
+    """Trainers on the server's GPU, where NCCL must take them for a process of another machine, or on the next one."""
+    place: int = request.param
+    host = "the-server" if place else "the-trainer"
+    return Runs(server, model, SECONDS, {"CUDA_VISIBLE_DEVICES": gpus()[place], "NCCL_HOSTID": host})
 
 
-def digests(server: Server, checkpoint: Path) -> tuple[Any, Any]:
-    """What is served, and what must be, of these weights."""
-    with server.client() as client:
-        manifest = Manifest.from_dict(client.manifest())
-        return client.digests().digests, checkpoint_digests(checkpoint, manifest)
+@pytest.mark.parametrize(("trainer", "way"), WAYS)
+def test_three_steps(runs: Runs, tmp_path: Path, trainer: str, way: str) -> None:
+    runs.three_steps(tmp_path, trainer, way)
 
 
-PLACES = [
-    pytest.param(0, id="one GPU"),
-    pytest.param(1, marks=pytest.mark.multigpu, id="two GPUs"),
-]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", ["full", "lora"])
-def test_three_steps(server: Server, model: Path, tmp_path: Path, way: str, place: int) -> None:
-    code, facts = trainer(server, model, tmp_path, way, gpus()[place])
-    assert code == 0
-    assert json.loads(facts.read_text())["steps"] == 3
-    served, expected = digests(server, tmp_path / "model.safetensors")
-    assert served == expected
-    assert served != digests(server, model)[1], "nothing was trained"
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_trainer_that_is_killed_in_a_broadcast(
-    server: Server, model: Path, tmp_path: Path, place: int
-) -> None:
-    """Its first update is served, its second one never; one that is started again goes through."""
-    code, _ = trainer(server, model, tmp_path, "killed", gpus()[place])
-    assert code == -9
-    until = time.monotonic() + 3 * IDLE_SECONDS
-    with server.client() as client:
-        while client.weights().update is not None:
-            assert time.monotonic() < until, "the update was not given up"
-            time.sleep(0.5)
-    served, expected = digests(server, model)
-    assert served == expected
-    test_three_steps(server, model, tmp_path, "full", place)
+@pytest.mark.parametrize("trainer", ["grpo", "async"])
+def test_a_trainer_that_is_killed_in_a_broadcast(runs: Runs, tmp_path: Path, trainer: str) -> None:
+    runs.killed_and_started_again(tmp_path, trainer, IDLE_SECONDS)
