@@ -25,7 +25,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import CompilationConfig
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_fp8ext.compat.speed import decode_prefill_split
+from vllm_fp8ext.compat.speed import decode_prefill_split, decode_step_reuse
 from vllm_fp8ext.kernels.attention.decode_attention import (
     AttentionKind,
     DecodeAttention,
@@ -65,6 +65,7 @@ def main(mode: str, folder: str, facts: str) -> None:
         "cached by vLLM": [],
         "scheduled": [],
         "launched": 0,
+        "reused": 0,
     }
     plain = mode.startswith("plain")
     original, cache = DecodeAttention.__call__, flash_attn.reshape_and_cache_flash
@@ -92,6 +93,13 @@ def main(mode: str, folder: str, facts: str) -> None:
         ):
             _compare(seen, step, out, self.kind)
 
+    again = decode_step_reuse.PreviousStep.again
+
+    def reused(self: decode_step_reuse.PreviousStep, runner: Any) -> Any:
+        seen["reused"] += 1
+        return again(self, runner)
+
+    decode_step_reuse.PreviousStep.again = reused  # type: ignore[method-assign]  # counted on its way
     decode_prefill_split.LEAST_TOKENS = 0
     if mode == "short":
         decode_prefill_split.SHORT = SHORT

@@ -495,7 +495,7 @@ def test_in_an_engine_whose_layers_have_windows(name: str, tmp_path: Path) -> No
     windowed_models.write(name, tmp_path / "model")
     modes = ("plain eager", "plain", "plain flash")
     if name != "gpt-oss":  # FlashAttention reads no FP8 beside sinks
-        modes += "eager", "graphs", "flash"
+        modes += "eager", "graphs", "flash", "short"
     of = dict(zip(modes, told("attention_scenario.py", modes, tmp_path / "model", tmp_path), strict=True))
     for mode in modes:
         one = of[mode]
@@ -506,6 +506,10 @@ def test_in_an_engine_whose_layers_have_windows(name: str, tmp_path: Path) -> No
             assert one["calls"] - one["at start"] >= windowed_models.LAYERS * (TOKENS - 1)
             assert one["error"] < 4e-3
             assert one["joined"]
+            continue
+        assert one["reused"] > TOKENS // 2, "steps, of all block tables"
+        if mode == "short":  # prompts too, but for the longest two
+            assert apart(of["graphs"], one) < 0.5 * apart(of["eager"], one) + 0.01
             continue
         assert one["calls"] == one["at start"] + one["mixed"], "decoding alone is replayed"
         assert one["mixed"] > 0
