@@ -9,7 +9,8 @@ those before and after; that is done --windows times, and what was lost over the
 `http` and `files` take turns with a baseline of the same bytes (`bare`), and `ratio_bare` is the update's time by the
 baseline's.
 `stock` is vLLM's own reload of `fp8_per_block` from files. `native` and `native-packed` are vLLM's own weight transfer by
-CUDA IPC, to our server and to stock's; `native-typed` is the same to ours, with typed handles. `http-plain` is `http` without
+CUDA IPC, to our server and to stock's; `native-typed` is the same to ours, with typed handles. Of these `transfer s` is the
+time from `start` to the answer of `finish`, without the pause around a stock server's. `http-plain` is `http` without
 checksums. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
 """
 
@@ -140,7 +141,7 @@ def _measure(
     """Cases as they are measured."""
     transports = options.transports
     if variant == "stock":
-        transports = ["reload", *(way for way in transports if way in NATIVE and way != "native-typed")]
+        transports = [*(way for way in transports if way in NATIVE and way != "native-typed"), "reload"]
     weights = itertools.cycle(range(2))
     next(weights)  # the first is served
     for running in options.running:
@@ -206,10 +207,12 @@ def _updates(
                 time.sleep(0.2)
     totals = [sample["seconds"] for sample in samples]
     pauses = [sample["pause"] for sample in samples if "pause" in sample]
+    transfers = [sample["transfer"] for sample in samples if "transfer" in sample]
     case: dict[str, Any] = {
         "total_seconds": statistics.median(totals),
         "first_seconds": totals[0],
         "pause_seconds": max(pauses, default=None),
+        "transfer_seconds": statistics.median(transfers) if transfers else None,
         "bytes": samples[0].get("bytes"),
         "peak_extra_bytes": memory.peak,
         "samples": samples,
@@ -242,13 +245,14 @@ def _over(windows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(cases: list[dict[str, Any]]) -> None:
-    names = ("median s", "first s", "pause s", "stall s", "lost", "peak GB", "x bare")
+    names = ("median s", "first s", "transfer s", "pause s", "stall s", "lost", "peak GB", "x bare")
     table = Table("variant", "load", "transport", "running", *names)
     for case in cases:
         peak = case.get("peak_extra_bytes")
         numbers = (
             *(case["total_seconds"], case["first_seconds"]),
-            *(case.get("pause_seconds"), case.get("stall_seconds"), case.get("tokens_lost")),
+            *(case.get("transfer_seconds"), case.get("pause_seconds")),
+            *(case.get("stall_seconds"), case.get("tokens_lost")),
             *(peak and peak / 1e9, case.get("ratio_bare")),
         )
         texts = ["" if number is None else f"{number:.3f}" for number in numbers]
