@@ -21,6 +21,7 @@ FOLDERS = (PACKAGE, *LINKED, "tests", "scripts", "examples", "benchmarks", "docs
 TOUCH_VLLM = (
     "vllm_fp8ext.layers",
     "vllm_fp8ext.bench.attention",
+    "vllm_fp8ext.bench.divergence",
     "vllm_fp8ext.bench.engines",
     "vllm_fp8ext.bench.experts",
     "vllm_fp8ext.bench.lending",

@@ -55,6 +55,25 @@ def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path):
     assert all(set(case["compiled_meanwhile"].values()) == {0} for case in cases)
 
 
+@pytest.mark.full
+def test_distributions_of_output_layers_are_compared(tmp_path: Path):
+    out = tmp_path / "lm_head.json"
+    settings = [json.dumps({"staging": "none", "lm_head": head}) for head in ("bf16", "fp32", "blockfp8")]
+    line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--cases", "2x40x4"]
+    line += ["--settings", *settings, "--repeats", "1", "--kv-gib", "0.05", "--divergence", "3x40"]
+    bench([*line, "--engine", '{"enforce_eager": true}', "--out", str(out)])
+    bf16, fp32, blockfp8 = json.loads(out.read_text())["cases"]
+    assert (bf16["kl"], bf16["same_choice"]) == (0, 1), "the same engine, read again"
+    assert 0 < fp32["kl"] < 1e-4 < blockfp8["kl"] < 0.01
+    assert min(case["tokens_per_s"] for case in (bf16, fp32, blockfp8)) > 0
+
+
+@pytest.mark.parametrize("wrong", ["8", "0x512", "8x1", "8x99999", "-1x4"])
+def test_prompts_to_compare_that_are_none(wrong: str):
+    with pytest.raises(ConfigError, match=f"--divergence: expected PROMPTSxTOKENS .* found '{wrong}'"):
+        CliRunner().invoke(cli, ["bench", "rollout", f"--divergence={wrong}"], catch_exceptions=False)
+
+
 def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
     out = tmp_path / "steady.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--steady", "0.5"]

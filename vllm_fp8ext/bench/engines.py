@@ -122,6 +122,10 @@ class Engine:
         windows: list[Window] = self._ask(load)
         return windows
 
+    def prompt_logits(self, prompts: int, tokens: int, seed: int, file: Path) -> None:
+        """Write the logits of prompts of random tokens (`divergence.write_prompt_logits`)."""
+        self._ask(("prompt_logits", prompts, tokens, seed, file))
+
     def kv_tokens(self) -> int:
         """Tokens that its KV cache holds."""
         capacity: int = self._ask("kv_tokens")
@@ -217,6 +221,11 @@ def _answer(engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bo
         return kv_tokens(engine)
     if isinstance(case, SteadyLoad):
         return Steady(engine, case).windows()
+    if case[0] == "prompt_logits":
+        from vllm_fp8ext.bench.divergence import write_prompt_logits
+
+        write_prompt_logits(engine, *case[1:])
+        return case[0]
     if case[0] == "linear_errors":
         return _linear_errors(engine, arguments, case[1])
     return _generated(engine, *case, profile=profile)

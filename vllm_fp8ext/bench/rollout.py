@@ -10,6 +10,7 @@ other (--apart). Several --settings are as many engines of `blockfp8`. Weights a
 `blockfp8` must then be within the bound of their reference, with as many tokens as the case gives them. The time to the first
 tokens, measured in a run of its own, is taken off for the time of a decode step. With --steady, a case's requests are always
 in flight, spread evenly over their responses, a new one for each that is done: steps mix prompts and decoding.
+--divergence also tells how far the distributions of engines with other --settings are from those of the first (`kl`).
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from vllm_fp8ext.bench import turns
+from vllm_fp8ext.bench.divergence import divergences, prompts_of
 from vllm_fp8ext.bench.engine_kinds import STEP, Kind, arguments, kinds, said, settings_of
 from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
@@ -56,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.steady is not None and (not 0 < options.steady < math.inf or options.profile):
         raise ConfigError(f"--steady: expected more than 0 seconds and no --profile, found {options.steady}")
     cases = [_case(text) for text in options.cases]
+    if options.divergence:
+        options.divergence = prompts_of(options.divergence, max(sum(case[1:]) for case in cases))
+        if options.apart or options.profile:
+            raise ConfigError(
+                "--divergence: expected engines beside each other, without --apart and --profile"
+            )
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
@@ -65,12 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alive = _apart if options.apart else _together
         with contextlib.closing(alive(engines_of, folder, options)) as groups:
             for engines in groups:
+                far = divergences(engines, options.divergence) if options.divergence else {}
                 for case in cases:
                     if options.profile:
                         results += _profile(options, case, engines)
                         write_cases(options.profile, origin, results)
                         continue
-                    results += _measure(options, case, engines, stop, results)
+                    measured = _measure(options, case, engines, stop, results)
+                    results += [
+                        {**result, **far.get(kind, {})}
+                        for kind, result in zip(engines, measured, strict=False)
+                    ]
                     if results:  # as far as it came, whatever happens to the next
                         _write(options.out, before, origin, results)
     return 0
@@ -113,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="of each turn, with requests that are followed by new ones",
+    )
+    parser.add_argument(
+        "--divergence",
+        metavar="PROMPTSxTOKENS",
+        help="of random tokens: compare distributions of blockfp8 engines with the first one's",
     )
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--lend", action="store_true", help="K and V of one engine at a time")
