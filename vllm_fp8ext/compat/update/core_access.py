@@ -103,7 +103,7 @@ class CoreAccess:
         self._recent: RecentTokens | None = None
         scales = self.settings.kv_scales
         if scales is not None and scales.policy != "static" and self.quantization == METHOD:
-            self._recent = RecentTokens(core.scheduler, scales.tokens, PROMPT_TOKENS)
+            self._recent = RecentTokens(core.scheduler.kv_cache_manager, scales.tokens, PROMPT_TOKENS)
 
     def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]:
         """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each.

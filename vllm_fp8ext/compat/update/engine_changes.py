@@ -14,9 +14,7 @@ WHY: str = "Tell API server processes what another one has changed: vLLM's core 
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = ()
 USES: dict[str, tuple[str, ...]] = {
-    "answer a call when something has changed": (
-        "vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",
-    ),
+    "answer a call when something has changed": ("vllm.v1.engine:EngineCoreRequestType.UTILITY",),
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM's engine core can send a plugin's messages to its API server processes"

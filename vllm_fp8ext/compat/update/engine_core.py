@@ -35,7 +35,7 @@ REPLACES: tuple[str, ...] = (
 )
 USES: dict[str, tuple[str, ...]] = {
     "know whether the weights are asleep": ("vllm.v1.executor.abstract:Executor.sleeping_tags",),
-    "dispatch our method by its name": ("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",),
+    "dispatch our method by its name": ("vllm.v1.engine:EngineCoreRequestType.UTILITY",),
     "stop scheduling at a step boundary": ("vllm.v1.core.sched.interface:PauseState.PAUSED_ALL",),
 }
 UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/44910"

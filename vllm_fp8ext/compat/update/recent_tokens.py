@@ -4,16 +4,19 @@
 from collections import deque
 from typing import Any
 
+from vllm_fp8ext.compat.wrapping import wrap_instance
+
 FEATURE: str = "core"
 WHY: str = (
     "Calibrate KV-cache scales with the tokens that were served last: vLLM tells no plugin "
     "of finished requests."
 )
 GAIN: str = "correctness, not speed"
-REPLACES: tuple[str, ...] = ("vllm.v1.core.sched.scheduler:Scheduler._free_request(request)",)
+REPLACES: tuple[str, ...] = ("vllm.v1.core.kv_cache_manager:KVCacheManager.free(request)",)
 USES: dict[str, tuple[str, ...]] = {
     "calibrate KV-cache scales with the tokens that were served last": (
         "vllm.v1.request:Request.all_token_ids",
+        "vllm.v1.request:Request.is_finished",
     ),
 }
 UPSTREAM: str = "none known"
@@ -21,20 +24,24 @@ REMOVE_WHEN: str = "vLLM tells plugins of finished requests"
 
 
 class RecentTokens:
-    """The fewest requests that have `tokens` together, of each the first `longest`. They never leave the engine."""
+    """The fewest requests that have `tokens` together, of each the first `longest`. They never leave the engine.
 
-    def __init__(self, scheduler: Any, tokens: int, longest: int) -> None:
+    `manager`: a scheduler's KV cache, which frees the blocks of every request that ends, and of those that are preempted.
+    """
+
+    def __init__(self, manager: Any, tokens: int, longest: int) -> None:
         self._requests: deque[list[int]] = deque()
-        self._tokens, self._count = tokens, 0
-        original = scheduler._free_request
+        self._tokens, self._count, self._longest = tokens, 0, longest
+        wrap_instance(manager, "free", self._wrap_free)
 
-        def free(request: Any, *args: Any, **named: Any) -> Any:
+    def _wrap_free(self, original: Any) -> Any:
+        def free(request: Any) -> None:
             # ids alone don't say what an image, or given embeddings, were
-            if not request.mm_features and request.prompt_embeds is None:
-                self._keep(list(request.all_token_ids[:longest]))
-            return original(request, *args, **named)
+            if request.is_finished() and not request.mm_features and request.prompt_embeds is None:
+                self._keep(list(request.all_token_ids[: self._longest]))
+            original(request)
 
-        scheduler._free_request = free
+        return free
 
     def _keep(self, tokens: list[int]) -> None:
         self._requests.append(tokens)
