@@ -25,6 +25,7 @@ def test_everything_has_a_default(config: dict | None) -> None:
     assert Settings.parse(config) == Settings()
     assert Settings().scale_format == "fp32"
     assert Settings().staging == "shadow"
+    assert Settings().lm_head == "bf16"
     assert Settings().allowed_dirs == ()
 
 
@@ -35,6 +36,7 @@ def test_what_json_can_say_is_taken() -> None:
         "quantize": ["visual.*"],
         "features_off": ["norm_rope"],
         "staging": "none",
+        "lm_head": "blockfp8",
         "kv_scales": {"policy": "static", "default": 1.0},
         "kernels": {
             "shapes": {

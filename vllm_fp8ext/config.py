@@ -78,6 +78,11 @@ class Settings(BaseModel):
     """Layers served in FP8 though they stay in 16 bits by default. They are named as in `ignore`. By default layers of
     encoders stay in 16 bits, and shapes that FP8 kernels do not take for many tokens."""
 
+    lm_head: Literal["bf16", "fp32", "blockfp8"] = "bf16"
+    """The output layer. `bf16`: logits are computed in the dtype of the model. `fp32`: its products are added up to logits in
+    fp32, as trainers compute them. `blockfp8`: it is served in FP8 as projections are; where it is the embedding, in a copy
+    that follows it."""
+
     kernels: KernelSettings = Field(default_factory=KernelSettings)
     """How linear layers are computed on a GPU."""
 

@@ -86,6 +86,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"additional_config": {"fp8ext": {"kv_scales": "calibrate"}}},
         "expected --kv-cache-dtype fp8, found auto",
     ),
+    "logits in fp32 whatever the batch": (
+        {"additional_config": {"fp8ext": {"lm_head": "fp32", "kernels": {"batch_invariant": True}}}},
+        "lm_head fp32 with kernels.batch_invariant: cuBLAS",
+    ),
+    "logits in fp32 and in another dtype": (
+        {"hf_overrides": {"head_dtype": "model"}, "additional_config": {"fp8ext": {"lm_head": "fp32"}}},
+        "lm_head fp32: expected head_dtype float32 in --hf-overrides, or none, found model",
+    ),
+    "logits in fp32 without the feature": (
+        {"additional_config": {"fp8ext": {"lm_head": "fp32", "features_off": ["fp32_head"]}}},
+        "lm_head fp32: the feature fp32_head is off, the settings: features_off: expected lm_head bf16",
+    ),
+    "logits of a pooling model": (
+        {"runner": "pooling", "additional_config": {"fp8ext": {"lm_head": "fp32"}}},
+        "lm_head fp32 for a pooling model, which has no output layer",
+    ),
+    "an output layer in FP8 and in fp32": (
+        {"hf_overrides": {"head_dtype": "float32"}, "additional_config": {"fp8ext": {"lm_head": "blockfp8"}}},
+        "lm_head blockfp8: expected no head_dtype in the model's configuration or --hf-overrides, found float32",
+    ),
     "several at once": (
         {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
         "blockfp8 can't be combined with:\n"
@@ -116,6 +136,11 @@ TAKEN: dict[str, dict[str, Any]] = {
         "hf_overrides": {"index_topk": 64},
         "additional_config": {"fp8ext": {"staging": "none"}},
     },
+    "logits in fp32": {
+        "hf_overrides": {"head_dtype": "float32"},
+        "additional_config": {"fp8ext": {"lm_head": "fp32"}},
+    },
+    "an output layer in FP8": {"additional_config": {"fp8ext": {"lm_head": "blockfp8"}}},
     "LoRA without updates": {
         "enable_lora": True,
         "additional_config": {"fp8ext": {"staging": "none"}},

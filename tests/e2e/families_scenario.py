@@ -197,6 +197,7 @@ def engine_scenario(
             facts: Facts = {"cold": weights.digests().digests == checkpoint_digests(early, manifest)}
             facts["scalars"] = [name for name in manifest.pieces if name.endswith("layer_scalar")]
             facts["sampled"] = [sample(llm)]
+            facts["head copies"] = [llm.collective_rpc("head_copies")]
             if family == "qwen3":
                 facts["doors"] = doors(llm, weights, tensors)
                 facts["loads"] = loads(llm, weights, early, late)
@@ -205,6 +206,7 @@ def engine_scenario(
             if manifest.tied:
                 facts["ties"] = ties(weights, tensors)
             facts["sampled"].append(sample(llm))
+            facts["head copies"].append(llm.collective_rpc("head_copies"))
             return facts
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -225,9 +227,10 @@ def scenario(family: str, folder: Path) -> Facts:
     ):  # as Qwen3-0.6B's: tied, and an equal output layer beside it
         content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
         tied(path, content)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options["additional_config"] = {"fp8ext": {"lm_head": "blockfp8"}}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    return engine_scenario(family, early, late, tensors, **ranks)
+    return engine_scenario(family, early, late, tensors, **options)
 
 
 if __name__ == "__main__":

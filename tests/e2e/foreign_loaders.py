@@ -19,6 +19,22 @@ class ForeignLoaders(LoadingWorker):
             return f"{type(error).__name__}: {error}"
         return None
 
+    def head_copies(self) -> list[bool]:
+        """Tell of each output layer that is the embedding whether it multiplies by the embedding in FP8."""
+        from vllm_fp8ext.kernels.numerics import reference
+        from vllm_fp8ext.layers.lm_head import COPY, head_copies
+
+        def same(layer: Any) -> bool:
+            copy, (codes, scales) = getattr(layer, COPY), reference.quantize_weight(layer.weight.data)
+            pairs = (
+                (copy.weight.view(torch.uint8), codes.view(torch.uint8)),
+                (copy.weight_scale_inv, scales),
+            )
+            values = reference.dequantize_weight(codes, scales)
+            return all(torch.equal(*pair) for pair in (*pairs, (copy.dequantized, values)))
+
+        return [same(layer) for layer, _ in head_copies(self.model_runner.get_model())]
+
     def write_by_loader(self, name: str) -> None:
         """Write by the loader of a parameter; raises in the worker."""
         parameter = self.model_runner.model.get_parameter(name)

@@ -48,6 +48,12 @@ def test_a_family_is_served_as_its_checkpoint_says(families: Families, name: str
     assert facts["sampled"][0] != facts["sampled"][1]
 
 
+def test_an_output_layer_in_fp8_follows_its_embedding(families: Families) -> None:
+    """On two ranks: after the start, and after all updates, of which some were refused."""
+    assert families("qwen3")["head copies"] == [[[True]] * 2] * 2
+    assert families("gemma4")["head copies"] == [[[]]] * 2, "in 16 bits by default"
+
+
 @pytest.mark.parametrize("name", every(sorted({*FAMILIES, *WITH_IMAGES} - {"qwen3"})))
 def test_names_of_the_checkpoint_and_of_transformers_go(families: Families, name: str) -> None:
     facts = families(name)

@@ -8,7 +8,8 @@ import torch
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.testing import kernel_cases
-from vllm_fp8ext.layers.linear import CODES, SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.layers.linear import CODES, SCALES
+from vllm_fp8ext.layers.lm_head import products
 
 ROWS = 64
 """Rows of each product that are compared."""
@@ -22,10 +23,7 @@ def linear_errors(worker: Any, tokens: Sequence[int]) -> dict[str, float]:
     that takes so many tokens there, with activations that have outlier channels.
     """
     errors: dict[str, float] = {}
-    for layer in worker.model_runner.get_model().modules():
-        method = getattr(layer, "quant_method", None)
-        if not isinstance(method, BlockFp8LinearMethod):
-            continue
+    for layer, method in products(worker.model_runner.get_model()):
         codes, scales = getattr(layer, CODES), getattr(layer, SCALES)
         shape = "x".join(map(str, codes.shape))
         if shape in errors:

@@ -51,6 +51,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
             tell(config)
+            _configure_head(config, settings)
             _configure_transfer(config)
             serving_speed.install(settings.serving)
             api_processes.install(config, settings.spool_dir)
@@ -71,6 +72,13 @@ def _configure_graphs(config: Any, arguments: Any, settings: Settings) -> None:
         from vllm_fp8ext.compat.speed import piecewise_capture_sizes
 
         piecewise_capture_sizes.configure(config, arguments, settings.kernels.graph_tokens)
+
+
+def _configure_head(config: Any, settings: Settings) -> None:
+    """Have logits computed as the settings say."""
+    from vllm_fp8ext.compat import fp32_head
+
+    fp32_head.configure(config, settings)
 
 
 def _configure_transfer(config: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_fp8ext.config import METHOD, MIN_CAPABILITY, Settings
 from vllm_fp8ext.errors import ConfigError
@@ -21,6 +21,7 @@ from vllm_fp8ext.layers.experts import BlockFp8ExpertsMethod, not_defined
 from vllm_fp8ext.layers.kept_experts import ASKED, KeptExpertsMethod
 from vllm_fp8ext.layers.kv_cache_method import KvCacheMethod
 from vllm_fp8ext.layers.linear import BlockFp8LinearMethod, KeptEmbeddingMethod, KeptLinearMethod
+from vllm_fp8ext.layers.lm_head import head_method
 from vllm_fp8ext.layers.unquantized_layers import (
     DECAY,
     ENCODER,
@@ -67,7 +68,8 @@ MATRICES = ("", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 
 
 class BlockFp8Config(QuantizationConfig):
-    """Blockwise FP8 for attention and MLP projections; embeddings, norms, lm_head and what `kept` names stay as they are.
+    """Blockwise FP8 for attention and MLP projections; embeddings, norms and what `kept` names stay as they are, and lm_head
+    unless the settings say otherwise.
 
     vLLM makes one with no arguments for a BF16, FP16 or FP32 checkpoint, and through `from_config` for a checkpoint that
     is block FP8 already (DeepSeek's `weight` + `weight_scale_inv`).
@@ -134,7 +136,7 @@ class BlockFp8Config(QuantizationConfig):
         if isinstance(layer, Attention | MLAAttention):
             return self._kv_cache_method(settings, layer.kv_cache_dtype)
         if isinstance(layer, VocabParallelEmbedding):
-            return KeptEmbeddingMethod()
+            return self._embedding_method(settings, layer, prefix)
         if isinstance(layer, LinearBase):
             apart = layer.params_dtype != config.model_config.dtype  # such as a classifier's head in fp32
             if apart or _routes(layer, prefix) or self._ignored(prefix, settings):
@@ -145,6 +147,15 @@ class BlockFp8Config(QuantizationConfig):
                     return KeptLinearMethod(reason)
             return BlockFp8LinearMethod(settings, serialized=self.serialized, shadow=self.shadow)
         return None
+
+    def _embedding_method(
+        self, settings: Settings, layer: VocabParallelEmbedding, prefix: str
+    ) -> QuantizeMethodBase:
+        if settings.lm_head != "blockfp8" or not isinstance(layer, ParallelLMHead):
+            return KeptEmbeddingMethod()
+        if self._named(prefix, settings.ignore):
+            raise ConfigError(f"lm_head blockfp8: expected ignore without {prefix}, or lm_head bf16")
+        return head_method(settings, layer, get_current_vllm_config().model_config, shadow=self.shadow)
 
     def _ignored(self, prefix: str, settings: Settings) -> bool:
         return self._named(prefix, settings.ignore) or should_ignore_layer(

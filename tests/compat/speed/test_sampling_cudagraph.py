@@ -288,12 +288,15 @@ def test_what_can_not_be_captured_is_left_to_vllm(
 
 def test_graphs_that_only_measure_memory_have_none_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """But the memory is told that they will take."""
-    runner: Any = SimpleNamespace(vllm_config=None, max_num_reqs=9, vocab_size=1000, dtype=torch.bfloat16)
+    model = SimpleNamespace(head_dtype=torch.bfloat16)
+    runner: Any = SimpleNamespace(vllm_config=None, max_num_reqs=9, vocab_size=1000, model_config=model)
     capture = sampling_cudagraph._wrap_capture_model(lambda self, *, profile_only: 7)
     for asked, more in ((False, 0), (True, 54_000 + sampling_cudagraph.OTHER_BYTES)):
         monkeypatch.setattr(decode_step_reuse, "is_configured", lambda config, asked=asked: asked)
         assert capture(runner, profile_only=True) == 7 + more
-    runner.max_num_reqs = 1024
+    model.head_dtype = torch.float32
+    assert capture(runner, profile_only=True) == 7 + 72_000 + sampling_cudagraph.OTHER_BYTES
+    model.head_dtype, runner.max_num_reqs = torch.bfloat16, 1024
     assert capture(runner, profile_only=True) == 7 + 1_536_000 + sampling_cudagraph.OTHER_BYTES
     setattr(runner, decode_step_reuse._PREVIOUS, None)
     runner.sampler, runner.cudagraph_manager = None, SimpleNamespace()

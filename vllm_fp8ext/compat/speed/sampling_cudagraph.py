@@ -39,6 +39,7 @@ REPLACES: tuple[str, ...] = (
 USES: dict[str, tuple[str, ...]] = {
     "sample in CUDA graphs": (
         "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy(num_reqs, num_tokens, input_buffers)",
+        "vllm.config.model:ModelConfig.head_dtype",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.needs_logits_processing",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.logits_processors",
         "vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state",
@@ -114,7 +115,8 @@ def _can_sample(runner: Any) -> bool:
 def _bytes(runner: Any) -> int:
     """About what the graphs will take, for which the KV cache leaves room: logits, also in FP32, which are scaled."""
     rows = min(REQUESTS, runner.max_num_reqs)
-    return int(rows * runner.vocab_size * (runner.dtype.itemsize + 4)) + OTHER_BYTES
+    logits_bytes = runner.model_config.head_dtype.itemsize
+    return int(rows * runner.vocab_size * (logits_bytes + 4)) + OTHER_BYTES
 
 
 def _wrap_capture_model(original: Any) -> Any:

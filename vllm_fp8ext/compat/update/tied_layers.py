@@ -7,10 +7,8 @@ be equal, vLLM ties them after loading.
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.utils import _get_tied_embedding_params
 
 from vllm_fp8ext.errors import ConfigError
 
@@ -20,7 +18,6 @@ GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = ()
 USES: dict[str, tuple[str, ...]] = {
     "tie the shadow's output layer as the served one's": (
-        "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.tie_weights("
         "layer, embed_tokens)",
     ),
@@ -29,28 +26,31 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM ties them where a model is made"
 
 
-def is_tied(config: ModelConfig) -> bool:
-    """Tell whether the configuration says that the output layer is the embedding.
-
-    The checkpoint may hold one all the same.
-    """
-    says = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-    return says or bool(config.word_embeddings_untied_by_checkpoint)
-
-
 def tie_alike(live: nn.Module, shadow: nn.Module) -> None:
     """Tie in the shadow each output layer that is tied in live. All ranks together.
 
     Raises:
         ConfigError: ranks found their parts of the output layer equal to the embedding, and others did not.
     """
-    tied, known = (_get_tied_embedding_params(model) for model in (live, shadow))
+    tied, known = (_tied_heads(model) for model in (live, shadow))
     _require_same_on_all_ranks(tied)
     for head, embedding in tied.items():
         if head not in known:
             layer, of = (shadow.get_submodule(path.rpartition(".")[0]) for path in (head, embedding))
             assert isinstance(layer, VocabParallelEmbedding)
             layer.quant_method.tie_weights(layer, of)
+
+
+def _tied_heads(model: nn.Module) -> dict[str, str]:
+    """Map paths of tied weights to the first path of each."""
+    firsts: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, VocabParallelEmbedding):
+            first = firsts.setdefault(id(module.weight), f"{path}.weight")
+            if first != f"{path}.weight":
+                tied[f"{path}.weight"] = first
+    return tied
 
 
 def _require_same_on_all_ranks(tied: dict[str, str]) -> None:

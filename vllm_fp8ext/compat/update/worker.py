@@ -83,6 +83,10 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
         with dequantized_mxfp4(config.model_config), recording as recorded, no_tensor_twice():
             result = original(*inner, **named)
+        if settings.lm_head == "blockfp8":
+            from vllm_fp8ext.layers.lm_head import require_head
+
+            require_head(runner.get_model())
         if get_tensor_model_parallel_rank() == 0:
             for line in report(kept_layers(_models(runner))):
                 logger.info(line)
@@ -174,13 +178,14 @@ def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
 
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
-    from vllm_fp8ext.compat.update import latent_weights
+    from vllm_fp8ext.compat.update import head_copies, latent_weights
     from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
-    from vllm_fp8ext.compat.update.tied_layers import is_tied, tie_alike
+    from vllm_fp8ext.compat.update.tied_layers import tie_alike
     from vllm_fp8ext.compat.update.unloaded_names import DUMMY, expected_specs
     from vllm_fp8ext.compat.update.untried_layers import untried_layers
     from vllm_fp8ext.compat.update.weight_names import names_of
+    from vllm_fp8ext.layers.lm_head import is_tied
     from vllm_fp8ext.update.worker.rank import Rank
     from vllm_fp8ext.update.worker.shadow import Shadow
 
@@ -197,6 +202,8 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         latent_weights.follow_updates(model)
         shadow = initialize_shadow(config, device)
+        for tree in (model, shadow):
+            head_copies.follow_updates(tree)
         untried = untried_layers(shadow, Settings.parse(config.additional_config))
         require_no_copies(shadow)
         specs = checkpoint_specs(recorded.specs, config.model_config.dtype)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import vllm.envs as envs
@@ -29,6 +29,7 @@ from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.kernels.runtime import compile_counts
 from vllm_fp8ext.layers.gemm_kernels.deep_gemm import DEEP_GEMM
 from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.layers.lm_head import products
 
 FEATURE: str = "warmup"
 WHY: str = (
@@ -43,8 +44,8 @@ GPU_ONLY: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 
-Layers: TypeAlias = dict[tuple[int, int], tuple[nn.Module, BlockFp8LinearMethod]]
-"""One layer of each shape."""
+Layers: TypeAlias = dict[tuple[int, int], tuple[Any, BlockFp8LinearMethod]]
+"""One layer of each shape, or what else holds codes and scales."""
 
 
 @torch.inference_mode()
@@ -56,10 +57,9 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
     """
     start = time.perf_counter()
     layers: Layers = {}
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, BlockFp8LinearMethod) and method.route is not None:
-            layers.setdefault((module.weight.shape[0], module.weight.shape[1]), (module, method))
+    for holder, method in products(model):
+        if method.route is not None:
+            layers.setdefault((holder.weight.shape[0], holder.weight.shape[1]), (holder, method))
     experts = expert_layers(model)
     sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, max_tokens)}
     with ThreadPoolExecutor(1) as beside:
@@ -112,7 +112,7 @@ def _decode_kernels(method: BlockFp8LinearMethod) -> list[tuple[int, bool]]:
     return [(tokens, True) for tokens in quantized] + [(tokens, False) for tokens in inside]
 
 
-def _tokens(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
+def _tokens(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> list[int]:
     """Numbers of tokens at which the kernel for large M is another one."""
     assert method.route is not None
     beyond = range(method.route.decode_tokens + 1, max_tokens + 1)
@@ -129,7 +129,7 @@ def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
     }
 
 
-def _run(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+def _run(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     k = weight.shape[1]
@@ -156,7 +156,7 @@ def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
     quantize_activation(x_MK, form)
 
 
-def _multiply(layer: nn.Module, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+def _multiply(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     x = torch.zeros(max_tokens, weight.shape[1], dtype=method.out_dtype, device=weight.device)
