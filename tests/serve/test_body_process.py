@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -63,9 +63,9 @@ def refused(call: Awaitable[Any]) -> UpdateError:
     return caught.value
 
 
-def claims(names: list[str]) -> bytes:
+def claims(names: list[str], indent: int | None = None) -> bytes:
     claim = {"shape": [256, 640], "dtype": "bfloat16", "sha256": "0" * 64}
-    return json.dumps({"tensors": dict.fromkeys(names, claim)}, indent=2).encode()
+    return json.dumps({"tensors": dict.fromkeys(names, claim)}, indent=indent).encode()
 
 
 def header(names: list[str]) -> bytes:
@@ -87,46 +87,52 @@ def test_all_that_is_claimed_of_a_whole_checkpoint_is_taken(elsewhere: BodyProce
     assert [tensor.spec for tensor in stored] == [TensorSpec(name, (0,), "bfloat16") for name in NAMES]
 
 
-STRANGERS = [f"{number:x}" for number in range(300_000)]
 DOTS = "a." * 30_000
 
 
-@pytest.mark.parametrize(
-    ("model", "content", "kind", "status"),
-    [
-        (OPEN, claims(STRANGERS), "body-too-large", 413),
-        (OPEN, claims(NAMES + STRANGERS[: LIMITS.tensors]), "too-many-tensors", 413),
-        (OPEN, claims(NAMES + STRANGERS[:200]), "unknown-tensor", 422),
-        (OPEN, claims([DOTS]), "invalid-request", 422),
-        (OPEN, b'{"canary": {"prompts": [' + b"[]," * 300_000 + b"[]]}}", "body-too-large", 413),
-        (OPEN, b"[" * 100_000, "body-too-large", 413),
-        (OPEN, json.dumps({"canary": {"prompts": [[""] * 4000] * 64}}).encode(), "invalid-request", 422),
-        (
-            OPEN,
-            json.dumps({"".join(("x", str(number))): 1 for number in range(5000)}).encode(),
-            "invalid-request",
-            422,
-        ),
-        (OPEN, json.dumps({"y" * 60_000: 1}).encode(), "invalid-request", 422),
-        (RECEIVE, b'{"tensors": [' + b"{}," * 300_000 + b"{}]}", "body-too-large", 413),
-        (RECEIVE, b'{"tensors": [' + b"{}," * 500 + b"{}]}", "invalid-request", 422),
-    ],
-    ids=[
-        *(
-            "300,000 claims",
-            "more claims than can be",
-            "unknown claims",
-            "a name of 60,000 dots",
-            "prompts",
-            "brackets",
-        ),
-        *("wrong tokens", "fields", "a long field", "tensors that are none", "some tensors that are none"),
-    ],
-)
-def test_hostile_json_is_refused_elsewhere(
-    elsewhere: BodyProcess, model: str, content: bytes, kind: str, status: int
-) -> None:
-    error = refused(elsewhere.json(model, content))
+def strangers(count: int) -> list[str]:
+    """Names of no tensor."""
+    return [f"{number:x}" for number in range(count)]
+
+
+HOSTILE: dict[str, tuple[str, Callable[[], bytes], str, int]] = {
+    "300,000 claims": (OPEN, lambda: claims(strangers(300_000)), "body-too-large", 413),
+    "more claims than can be": (
+        *(OPEN, lambda: claims(NAMES + strangers(LIMITS.tensors)), "too-many-tensors", 413),
+    ),
+    "unknown claims": (OPEN, lambda: claims(NAMES + strangers(200)), "unknown-tensor", 422),
+    "a name of 60,000 dots": (OPEN, lambda: claims([DOTS]), "invalid-request", 422),
+    "prompts": (
+        *(OPEN, lambda: b'{"canary": {"prompts": [' + b"[]," * 300_000 + b"[]]}}", "body-too-large", 413),
+    ),
+    "brackets": (OPEN, lambda: b"[" * 100_000, "body-too-large", 413),
+    "wrong tokens": (
+        OPEN,
+        lambda: json.dumps({"canary": {"prompts": [[""] * 4000] * 64}}).encode(),
+        "invalid-request",
+        422,
+    ),
+    "fields": (
+        OPEN,
+        lambda: json.dumps({f"x{number}": 1 for number in range(5000)}).encode(),
+        "invalid-request",
+        422,
+    ),
+    "a long field": (OPEN, lambda: json.dumps({"y" * 60_000: 1}).encode(), "invalid-request", 422),
+    "tensors that are none": (
+        *(RECEIVE, lambda: b'{"tensors": [' + b"{}," * 300_000 + b"{}]}", "body-too-large", 413),
+    ),
+    "some tensors that are none": (
+        *(RECEIVE, lambda: b'{"tensors": [' + b"{}," * 500 + b"{}]}", "invalid-request", 422),
+    ),
+}
+"""By name: the model, what makes the body, and the kind and status of the refusal."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_json_is_refused_elsewhere(elsewhere: BodyProcess, name: str) -> None:
+    model, content, kind, status = HOSTILE[name]
+    error = refused(elsewhere.json(model, content()))
     assert (error.kind, error.status) == (kind, status), error
     answer = json.dumps(error.as_dict())
     assert len(answer) < 64_000
@@ -138,8 +144,8 @@ def test_hostile_json_is_refused_elsewhere(
 @pytest.mark.parametrize(
     ("names", "kind", "status"),
     [
-        (STRANGERS[:5000], "too-many-tensors", 413),
-        (STRANGERS[:300], "unknown-tensor", 422),
+        (strangers(5000), "too-many-tensors", 413),
+        (strangers(300), "unknown-tensor", 422),
         ([DOTS], "invalid-name", 422),
         ([*NAMES, "a\x1bb"], "invalid-name", 422),
         ([*NAMES, "a\u2028b"], "invalid-name", 422),
@@ -207,11 +213,11 @@ def test_a_process_that_ended_is_started_again() -> None:
     bodies = BodyProcess()
     try:
         for _ in range(2):
-            assert asyncio.run(bodies.json(OPEN, claims(NAMES)))["tensors"].keys() == set(NAMES)
+            assert asyncio.run(bodies.json(OPEN, claims(NAMES, indent=2)))["tensors"].keys() == set(NAMES)
             assert bodies._process is not None
             bodies._process.kill()
             bodies._process.wait()
-            error = refused(bodies.json(OPEN, claims(NAMES)))
+            error = refused(bodies.json(OPEN, claims(NAMES, indent=2)))
             assert (error.kind, error.status) == ("internal", 500)
     finally:
         bodies.close()
