@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from forked_python.spawning import spawned_are_forked
 
 from vllm_fp8ext.bench.engines import Engine, EngineError, in_turn
 from vllm_fp8ext.bench.rollout import require_within
@@ -15,6 +16,13 @@ from vllm_fp8ext.checkpoints import LATE
 
 PATIENCE = 30.0
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """Engines without the seconds that importing vLLM takes."""
+    with spawned_are_forked():
+        yield
 
 
 def lives(group: int) -> bool:

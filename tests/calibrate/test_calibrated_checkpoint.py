@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from forked_python.processes import Popen
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
@@ -22,6 +23,7 @@ from vllm_fp8ext.calibrate.checkpoint import (
 )
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.cli import cli
+from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import ConfigError, UpdateError
 
 LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
@@ -166,7 +168,8 @@ def test_refused_before_an_engine_starts(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_that_does_not_start(tmp_path: Path):
+def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Server, "popen", Popen)
     with pytest.raises(ConfigError, match="the server ended with code"):
         invoke(LATE, "--out", tmp_path / "out", "--no-such-option")
     assert list(tmp_path.iterdir()) == []

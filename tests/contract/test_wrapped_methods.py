@@ -4,12 +4,12 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 from vllm_fp8ext.compat.interfaces import PACKAGE, headers
 
@@ -20,9 +20,7 @@ def told() -> dict[str, Any]:
     program = Path(__file__).with_name("installed.py")
     # Triton lies where this process has looked for it
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-P", str(program)], capture_output=True, text=True, env=environment
-    )
+    done = run([sys.executable, "-P", str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return loaded

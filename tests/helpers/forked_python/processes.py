@@ -39,9 +39,8 @@ class Popen(subprocess.Popen[Any]):
         options = inspect.signature(execute).bind(self, *arguments).arguments
         line = [os.fsdecode(word) for word in options["args"]]
         environment = dict(os.environ if options["env"] is None else options["env"])
-        forkable = line[:2] == [sys.executable, "-P"] and _forkable(environment)
-        seed = (_own or _first()) if forkable else None
-        if seed is None or not seed.usable:
+        seed = _seed(environment) if line[:2] == [sys.executable, "-P"] else None
+        if seed is None:
             execute(self, *arguments)
             return
         ends = [
@@ -85,6 +84,17 @@ def fork_from(seed: Seed) -> None:
     """Have what this process starts forked from its own seed: it is itself a forked program."""
     global _own
     _own = seed
+
+
+def seed_of_tests() -> Seed | None:
+    """Return what forks programs that have the variables of this process, where they can be forked."""
+    return _seed(dict(os.environ))
+
+
+def _seed(environment: dict[str, str]) -> Seed | None:
+    """Return what forks programs with these variables; None where they have to be executed."""
+    seed = (_own or _first()) if _forkable(environment) else None
+    return seed if seed is not None and seed.usable else None
 
 
 def _forkable(environment: dict[str, str]) -> bool:

@@ -11,23 +11,37 @@ import socket
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-from forked_python.seed import Request, Seed, serve, umask
+from forked_python.seed import Request, Seed, serve
+from forked_python.spawning import fork_spawned
 
 MODULES = (
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.cli.benchmark.main",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.serve.instrumentator.metrics",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.renderers.hf",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.gpu.warmup",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu_worker",
+    "vllm_fp8ext.compat.install",
+    "vllm_fp8ext.compat.update.native_engines",
+    "vllm_fp8ext.compat.update.worker",
     "vllm_fp8ext.demo.server",
     "vllm_fp8ext.layers.quantization",
     "vllm_fp8ext.register",
+    "vllm_fp8ext.serve.native.mount",
+    "vllm_fp8ext.serve.plugin",
 )
 """Imported before anything is forked: what processes of vLLM import themselves, without plugins.
 
@@ -45,6 +59,7 @@ def main(folder: str, descriptor: str) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         _look_for_features()
+        _read_renamings()
     paths = [path for path in sys.path if path not in _paths_of(os.environ)]
     launched = dict(os.environ)
     gc.collect()
@@ -61,6 +76,14 @@ def _look_for_features() -> None:
     for name in features.features():
         features.reason_missing(name)
     features._installed.cache_clear()  # its syntax trees
+
+
+def _read_renamings() -> None:
+    """Have transformers compile the hundreds of expressions by which it renames tensors, which every rank asks for."""
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -109,7 +132,7 @@ def _settle(request: Request, seed: Seed, paths: Sequence[str], launched: dict[s
     values = sys.modules.get("prometheus_client.values")
     if values is not None:  # it asks when it is imported whether it is one of several processes
         values.ValueClass = values.get_value_class()
-    _fork_what_is_spawned(seed)
+    fork_spawned(seed)
     _fork_what_is_executed(seed)
 
 
@@ -125,29 +148,6 @@ def _bind_threads(environment: dict[str, str], launched: dict[str, str]) -> None
     cores = environment.get("GOMP_CPU_AFFINITY") or environment.get("OMP_PLACES", "")
     if cores != (launched.get("GOMP_CPU_AFFINITY") or launched.get("OMP_PLACES", "")):
         os.sched_setaffinity(0, set(map(int, re.findall(r"\d+", cores))))
-
-
-def _fork_what_is_spawned(seed: Seed) -> None:
-    from multiprocessing import util
-
-    spawn: Callable[[Any, Any, Any], int] = util.spawnv_passfds
-
-    def fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        words = [os.fsdecode(word) for word in args]
-        if not seed.usable or "--multiprocessing-fork" not in words:  # the tracker of resources is small
-            return spawn(path, args, passfds)
-        numbers = sorted({0, 1, 2, *map(int, passfds)})
-        request = Request(
-            arguments=words[words.index("-c") :],
-            environment=dict(os.environ),
-            folder=os.getcwd(),
-            descriptors=numbers,
-            group=os.getpgrp(),
-            umask=umask(),
-        )
-        return seed.fork(request, numbers)
-
-    util.spawnv_passfds = fork  # type: ignore[assignment]  # of the same arguments
 
 
 def _fork_what_is_executed(seed: Seed) -> None:
