@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "moe_k": 2,
             "moe_num_experts": 4,
-            "moe_intermediate_size": 128,
+            "moe_intermediate_size": 192,  # as it is fused in transformers, no matrix is square
             "moe_num_shared_experts": 1,
             "moe_layer_start_index": 1,
             "moe_layer_end_index": 1,

@@ -2,14 +2,15 @@
 """Families whose names, buffers or ties are special, in engines of their own; and other loaders on a served model."""
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
+from .vision import has_torchvision
 
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 FAMILIES = ["gemma4", "paligemma", "mixtral", "qwen3"]
 WITH_IMAGES = ["gemma3", "qwen2_5_vl"]
 """Those that vLLM reads only where there is torchvision."""
@@ -27,10 +28,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
     @functools.cache
     def seen(name: str) -> dict[str, Any]:
-        if name in WITH_IMAGES and importlib.util.find_spec("torchvision") is None:
+        vision = name in WITH_IMAGES
+        if vision and not has_torchvision():
             pytest.skip("vLLM reads this family only with torchvision")
         folder = tmp_path_factory.mktemp(name)
-        found: dict[str, Any] = run_scenario("families_scenario.py", folder, name, seconds=560)[name]
+        found: dict[str, Any] = run_scenario("families_scenario.py", folder, name, vision=vision)[name]
         return found
 
     return seen

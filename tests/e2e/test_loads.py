@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 
-SECONDS = 900
 pytestmark = [pytest.mark.timeout(SECONDS + 60), pytest.mark.full]
 Seen = Callable[[int], dict[str, Any]]
 both = pytest.mark.parametrize("ranks", [1, 2])
@@ -26,7 +25,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     @functools.cache
     def facts(ranks: int) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(f"loads-{ranks}")
-        found: dict[str, Any] = run_scenario("loads_scenario.py", folder, str(ranks), seconds=SECONDS)
+        found: dict[str, Any] = run_scenario("loads_scenario.py", folder, str(ranks))
         return found
 
     return facts
@@ -53,7 +52,7 @@ def test_what_is_wrong_is_raised_to_the_caller_and_served_weights_stay(seen: See
         "shape": "wrong-shape",
         "unknown": "unknown-tensor",
         "twice": "duplicate-tensor",
-        "incomplete": "missing",
+        "incomplete": "the update lacks",
         "nothing": "no tensor has come",
         "raises": "the trainer's own error",
         "after its end": "the trainer's own error",
@@ -70,7 +69,7 @@ def test_what_is_wrong_is_raised_to_the_caller_and_served_weights_stay(seen: See
 def test_who_begins_again_brings_everything(seen: Seen, ranks: int) -> None:
     facts = seen(ranks)
     assert facts["sent again"] == "late"
-    assert "missing" in facts["half again"]
+    assert "the update lacks" in facts["half again"]
     assert facts["begun anew"] == "early"
 
 
@@ -86,7 +85,7 @@ def test_reload_weights_is_an_update(seen: Seen, ranks: int) -> None:
 def test_weights_come_while_the_kv_cache_sleeps(seen: Seen, ranks: int) -> None:
     facts = seen(ranks)
     assert "asleep" in facts["asleep"]
-    assert "missing" in facts["part of discarded weights"]
+    assert "the update lacks" in facts["part of discarded weights"]
     assert facts["awake"] == ["late", facts["late"][1]]
 
 
@@ -99,7 +98,7 @@ def test_what_is_written_past_all_loaders_is_found_and_not_served(seen: Seen, ra
 
 def test_an_engine_without_weights_in_its_trainers_process(tmp_path: Path) -> None:
     """Its names come from transformers. An update is served with its last tensor."""
-    facts = run_scenario("in_process_scenario.py", tmp_path, seconds=SECONDS)
+    facts = run_scenario("in_process_scenario.py", tmp_path)
     assert facts["start"] == ["no-weights", []]
     assert facts["names"]
     assert facts["early"][:3] == [0, 1, True]

@@ -14,12 +14,14 @@ import torch
 import transformers
 
 from .odd_experts import FAMILIES, LAYOUTS
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 from .vision import has_torchvision
 
-SECONDS = 900
 REPRESENTATIVE = "gpt-oss"
 """The family that `make test` has."""
+FP8_NOISE = {"GraniteMoE": 0.25}
+"""By how much of the logits' spread answers may be off, where that is more than 0.12: in transformers, with weights and
+activations of FP8's reference numerics, this model is off by 0.07 to 0.18 of it, as the weights are drawn."""
 IN_16_BITS = ("gpt-oss", "gpt-oss on two ranks")
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
@@ -36,7 +38,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         vision = family == "Qwen3-VL-MoE"
         if vision and not has_torchvision():
             pytest.skip("vLLM reads this family only with torchvision")
-        found = run_scenario("odd_experts_scenario.py", folder, family, seconds=SECONDS, vision=vision)
+        found = run_scenario("odd_experts_scenario.py", folder, family, vision=vision)
         return found[family], folder / family.replace(" ", "-")
 
     return seen
@@ -98,4 +100,4 @@ def test_answers_are_those_of_the_same_weights_in_transformers(family: str, scen
             expected = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             differences += (expected - torch.tensor(found)).abs().tolist()
             spread += logprobs.std(-1).tolist()
-    assert median(differences) < 0.12 * median(spread)
+    assert median(differences) < FP8_NOISE.get(family, 0.12) * median(spread)
