@@ -17,6 +17,9 @@ FP8_KV = torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.
 BESIDE = Path(sys.prefix) / "beside"
 """Where Triton and NCCL may lie where there is no GPU: out of sight of vLLM, which would import it without any use."""
 
+FULL_SECONDS = 1800
+"""For tests that are marked `full` and say nothing else, where other work has the machine."""
+
 _STARTED = time.monotonic()
 _ENDS = pytest.StashKey[float | None]()
 """When no more tests begin, by `time.monotonic`."""
@@ -63,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(map(item.get_closest_marker, lacking))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(FULL_SECONDS))
 
 
 @pytest.fixture(scope="session")

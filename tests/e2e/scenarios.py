@@ -14,9 +14,12 @@ from forked_python.processes import run
 from .plugins import HERE, variables
 from .vision import with_vision
 
+SECONDS = 1800
+"""For a scenario, and little less than for its test: many, where other work has the machine."""
+
 
 def run_scenario(
-    name: str, folder: Path, *more: str, seconds: float, ends: int = 0, vision: bool = False
+    name: str, folder: Path, *more: str, seconds: float = SECONDS, ends: int = 0, vision: bool = False
 ) -> Any:
     """What a scenario, given a file for it and the arguments `more`, writes down there; its log is beside it. `ends`: its
     code. `vision`: it reads images."""

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 
-SECONDS = 900
-"""For a scenario: many, where servers of other tests have the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
@@ -22,7 +20,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, 
         "embedded_scenario.py",
         tmp_path_factory.mktemp("embedded"),
         kv_dtype,
-        seconds=SECONDS,
         ends=-signal.SIGKILL,
     )
     return result
@@ -31,7 +28,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, kv_dtype: str) -> dict[str, 
 @pytest.fixture(scope="session")
 def blocking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `llm_scenario` saw."""
-    facts: dict[str, Any] = run_scenario("llm_scenario.py", tmp_path_factory.mktemp("llm"), seconds=SECONDS)
+    facts: dict[str, Any] = run_scenario("llm_scenario.py", tmp_path_factory.mktemp("llm"))
     return facts
 
 
@@ -168,7 +165,7 @@ def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
 
 
 def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
-    facts = run_scenario("gemma_scenario.py", tmp_path, seconds=SECONDS)
+    facts = run_scenario("gemma_scenario.py", tmp_path)
     assert facts["one"] != facts["other"]
     assert facts["one again"] == facts["one"]
     assert facts["state"] == "serving"

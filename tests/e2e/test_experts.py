@@ -40,7 +40,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import EXPERT, Digests, checkpoint_digests
 
 from .block_fp8 import write_block_fp8
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 
 WIDTH = 192
 """Of an expert: no multiple of 128, and on two ranks not even one block."""
@@ -72,8 +72,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 REPRESENTATIVES = {"in place", "two ranks that share out experts"}
 """Settings that `make test` has."""
-SECONDS = 900
-"""For an engine, which shares what others leave of the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 DEFAULTS = {
     "served": "early",
@@ -156,7 +154,7 @@ def scenarios(checkpoints: Seen, tmp_path_factory: pytest.TempPathFactory) -> Se
         paths = {which: str(checkpoints(kind) / run[which]) for which in ("served", "early", "late")}
         folder = tmp_path_factory.mktemp("scenarios")
         (folder / "settings.json").write_text(json.dumps([run | paths]))
-        [facts] = run_scenario("experts_scenario.py", folder, str(folder / "settings.json"), seconds=SECONDS)
+        [facts] = run_scenario("experts_scenario.py", folder, str(folder / "settings.json"))
         return dict(facts)
 
     return seen

@@ -30,8 +30,8 @@ from .plugins import HERE, variables
 
 TRAINERS = Path(sys.prefix) / "trainers"
 """Where TRL lies, out of sight of vLLM."""
-TRL_SECONDS = 600
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+TRL_SECONDS = 1500
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from .plugins import variables
 
 TRANSFER = ("--weight-transfer-config", '{"backend": "ipc"}')
 BUFFER = 2 << 20
-pytestmark = [pytest.mark.alone, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

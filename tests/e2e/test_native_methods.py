@@ -9,14 +9,13 @@ import pytest
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 
-SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def facts_of(way: str, folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = run_scenario("native_methods_scenario.py", folder, way, seconds=SECONDS)
+    facts: dict[str, Any] = run_scenario("native_methods_scenario.py", folder, way)
     assert facts["digests"] == checkpoint_digests(LATE)
     assert (facts["version"], facts["epoch"]) == ("late", 1)
     return facts

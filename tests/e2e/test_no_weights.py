@@ -17,7 +17,7 @@ from .conftest import OPTIONS, answering
 from .native_trainer import Trainer
 from .plugins import HERE, variables
 
-pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

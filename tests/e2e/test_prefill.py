@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 
-SECONDS = 900
-"""For the scenario: many, where servers of other tests have the machine."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 RESTARTS = 2
 TOKENS = 4

@@ -3,10 +3,9 @@
 
 import pytest
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 from .trainer_packages import TRAINERS
 
-SECONDS = 900
 PACKAGES = {
     "verl": "verl",
     "openrlhf": "openrlhf",
@@ -31,7 +30,7 @@ def test_a_trainers_own_worker_updates_the_engine(
     if not (TRAINERS / PACKAGES[name]).is_dir():
         pytest.skip(f"needs {name}: scripts/setup_env.py --beside")
     folder = tmp_path_factory.mktemp(f"{name}-{ranks}")
-    facts = run_scenario("trainers_scenario.py", folder, name, str(ranks), seconds=SECONDS)
+    facts = run_scenario("trainers_scenario.py", folder, name, str(ranks))
     first = 0
     if name == "verl":  # starts without weights
         assert facts["start"] == ["no-weights", []]

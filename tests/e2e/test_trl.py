@@ -19,8 +19,9 @@ from .plugins import HERE
 
 TRAINERS = Path(sys.prefix) / "trainers"
 """Where TRL lies, out of sight of vLLM."""
-SECONDS = 900
+SECONDS = 1500
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.timeout(SECONDS + 300),
     pytest.mark.skipif(not TRAINERS.is_dir(), reason="needs TRL: scripts/setup_env.py --beside"),
 ]

@@ -16,9 +16,10 @@ sys.path.append(str(Path(__file__).parent))  # as programs import these
 
 from zoo_models import KINDS, ZOO
 
-from .scenarios import run_scenario
+from .scenarios import SECONDS, run_scenario
 from .vision import has_torchvision
 
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 REPRESENTATIVES = {"qwen3_next", "qwen3_reward"}
 """Families that `make test` has; dense ones, mixtures of experts and towers are in other tests there."""
 
@@ -33,7 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     def seen(name: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
         vision = ZOO[name].needs_torchvision
-        found: dict[str, Any] = run_scenario("zoo_scenario.py", folder, name, seconds=560, vision=vision)
+        found: dict[str, Any] = run_scenario("zoo_scenario.py", folder, name, vision=vision)
         row: dict[str, Any] = found[name] | {"log": (folder / "log").read_text(errors="replace")}
         return row
 
