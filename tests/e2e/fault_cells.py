@@ -36,8 +36,10 @@ NATIVE_POINTS = ("init", "open", "chunk", "staging", "prepare", "commit", "verif
 """In `init_weight_transfer_engine`, `start_weight_update`, `update_weights` before and after it receives, and in the three
 steps of `finish_weight_update`."""
 DEADLINE_SECONDS = 15.0
-"""Of the servers here: a hang is noticed after this long."""
-GRACE_SECONDS = 15.0
+"""Of servers whose engine is to hang: that is noticed after this long."""
+PATIENT_SECONDS = 120.0
+"""Of the others, whose engine goes on, or is gone at once: on a busy machine a step may take long."""
+GRACE_SECONDS = 60.0
 """Beyond the deadline: vLLM's own way out, on a machine with little to spare."""
 UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "engine dead"
 
@@ -60,6 +62,11 @@ class Cell:
         on = f"TP {self.ranks}{', experts' if self.experts else ''}{', native' if self.native else ''}"
         on += f", {self.processes} API processes" if self.processes > 1 else ""
         return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Of its server."""
+        return self.ranks * DEADLINE_SECONDS if self.kind == "hang" else PATIENT_SECONDS
 
     @property
     def expected(self) -> str:

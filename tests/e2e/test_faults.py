@@ -20,8 +20,8 @@ from .fault_cells import (
     CELLS,
     DEAD,
     DEADLINE_SECONDS,
-    GRACE_SECONDS,
     NATIVE_CELLS,
+    PATIENT_SECONDS,
     Cell,
     FaultyServer,
     require_nothing_left,
@@ -30,12 +30,9 @@ from .fault_cells import (
 
 REPRESENTATIVES = {
     Cell("exception", "chunk", 1, native=True),
-    Cell("exception", "open", 1),
-    Cell("exception", "chunk", 1),
     Cell("out of memory", "prepare", 1),
     Cell("exception", "verify", 1),
     Cell("exception", "commit", 1, lasting=True),
-    Cell("out of memory", "rollback", 1),
     Cell("exception", "staging", 2, experts=True),
     Cell("exception", "commit", 2, experts=True),
     Cell("exception", "rollback", 2, experts=True),
@@ -47,24 +44,34 @@ REPRESENTATIVES = {
 IN_ORDER = sorted((*CELLS, *NATIVE_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
 """Those that end their server last: the others share one."""
 SERVERS = (
-    pytest.param((1, False, 1), id="TP 1"),
-    pytest.param((2, False, 1), id="TP 2", marks=pytest.mark.full),
-    pytest.param((2, True, 1), id="TP 2, experts"),
+    pytest.param((1, False, 1, PATIENT_SECONDS), id="TP 1"),
+    pytest.param((2, False, 1, PATIENT_SECONDS), id="TP 2", marks=pytest.mark.full),
+    pytest.param((2, True, 1, PATIENT_SECONDS), id="TP 2, experts"),
 )
-Servers = Callable[[tuple[int, bool, int]], FaultyServer]
+IMPATIENT = (
+    pytest.param((1, False, 1, DEADLINE_SECONDS), id="TP 1"),
+    pytest.param((2, True, 1, 2 * DEADLINE_SECONDS), id="TP 2, experts", marks=pytest.mark.full),
+)
+"""Servers whose deadline is waited for."""
+Key = tuple[int, bool, int, float]
+Servers = Callable[[Key], FaultyServer]
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A server with the fault plugin, by its ranks, whether it has experts, and its API processes: started when it is first
-    asked for, and again when it has ended."""
+    """A server with the fault plugin, by its ranks, whether it has experts, its API processes, and its deadline: started when
+    it is first asked for, and again when it has ended."""
     folder = tmp_path_factory.mktemp("faulty")
-    started: dict[tuple[int, bool, int], FaultyServer] = {}
+    started: dict[Key, FaultyServer] = {}
 
-    def running(key: tuple[int, bool, int]) -> FaultyServer:
+    def running(key: Key) -> FaultyServer:
         server = started.get(key)
         if server is None or server.process.poll() is not None:
-            server = started[key] = stack.enter_context(FaultyServer(folder, *key[:2], processes=key[2]))
+            ranks, experts, processes, deadline = key
+            server = stack.enter_context(
+                FaultyServer(folder, ranks, experts, processes=processes, deadline_seconds=deadline)
+            )
+            started[key] = server
             server.wait()
         return server
 
@@ -79,7 +86,7 @@ def _flip_a_bit(server: FaultyServer) -> None:
 
 
 @pytest.mark.parametrize("key", SERVERS)
-def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool, int]):
+def test_a_bit_that_flips_is_found(faulty: Servers, key: Key):
     """In weights that an update brought. A rollback does not bring them back unnoticed."""
     server, ranks = faulty(key), key[0]
     with server.client() as client:
@@ -103,7 +110,7 @@ def test_a_bit_that_flips_is_found(faulty: Servers, key: tuple[int, bool, int]):
 
 
 @pytest.mark.parametrize("key", SERVERS)
-def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: tuple[int, bool, int]):
+def test_a_bit_that_flips_in_the_exchange_is_found_by_the_commit(faulty: Servers, key: Key):
     """Such weights serve nobody for longer than it takes to find out. The update can be sent again: that heals the server."""
     server, ranks = faulty(key), key[0]
     with server.client() as client:
@@ -134,16 +141,15 @@ def call(server: FaultyServer, path: str) -> httpx.Response:
         f"{server.url}/fp8ext/v1{path}",
         json={},
         headers={"Authorization": f"Bearer {server.key}"},
-        timeout=DEADLINE_SECONDS + GRACE_SECONDS,
+        timeout=server.patience,
     )
 
 
-def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
-    faulty: Servers,
-) -> None:
+@pytest.mark.parametrize("key", IMPATIENT)
+def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(faulty: Servers, key: Key) -> None:
     """Of a busy engine a call is given up; the engine goes on."""
-    server = faulty((2, True, 1))
-    fault = {"point": "step", "kind": "slow", "rank": 0, "lasting": False, "seconds": 1.5 * DEADLINE_SECONDS}
+    server, seconds = faulty(key), 1.5 * key[-1]
+    fault = {"point": "step", "kind": "slow", "rank": 0, "lasting": False, "seconds": seconds}
     with server.client() as client:
         client.push(server.early, version="early")
         stream = Stream(server, tokens=200)
@@ -170,7 +176,7 @@ def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(
     ],
 )
 def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
-    server = faulty((cell.ranks, cell.experts, cell.processes))
+    server = faulty((cell.ranks, cell.experts, cell.processes, cell.deadline_seconds))
     try:
         run(server, cell)
     except BaseException:
@@ -180,11 +186,10 @@ def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
         server.stop()
 
 
-def test_an_engine_that_is_stopped_in_a_commit_is_ended(
-    faulty: Servers,
-) -> None:
+@pytest.mark.parametrize("key", IMPATIENT)
+def test_an_engine_that_is_stopped_in_a_commit_is_ended(faulty: Servers, key: Key) -> None:
     """Its own watchdog is stopped with it."""
-    server = faulty((2, True, 1))
+    server = faulty(key)
     fault = {"point": "call to commit", "kind": "stopped", "rank": 0, "lasting": False}
     with server.client() as client:
         update = client.open(version="late")
@@ -192,7 +197,7 @@ def test_an_engine_that_is_stopped_in_a_commit_is_ended(
         client.prepare(update.id)
     stream = Stream(server, tokens=1200)
     server.fault.write_text(json.dumps(fault))
-    answer, seconds = call(server, f"/updates/{update.id}/commit"), DEADLINE_SECONDS + GRACE_SECONDS
+    answer, seconds = call(server, f"/updates/{update.id}/commit"), server.patience
     assert (answer.status_code, answer.json()["type"]) == (504, "urn:fp8ext:problem:engine-timeout")
     stream.wait(seconds)
     assert "error" in (stream.finish or "").lower(), stream.finish
