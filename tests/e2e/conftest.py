@@ -30,6 +30,12 @@ SERVED = {"servers", "others", "faulty"}
 
 Server.popen = Popen
 
+FIRST = pytest.mark.parametrize("server", ["tp1", pytest.param("tp2", marks=pytest.mark.full)], indirect=True)
+SECOND = pytest.mark.parametrize(
+    "server", [pytest.param("tp1", marks=pytest.mark.full), "tp2"], indirect=True
+)
+"""For tests that `make test` has on the first of the two servers alone, or on the second."""
+
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""
 

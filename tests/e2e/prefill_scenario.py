@@ -116,7 +116,7 @@ async def many_requests(engine: AsyncLLM, weights: AsyncClient) -> list[dict[str
         return [{**each, "prompt": number} for each in collected]
 
     users = [asyncio.create_task(user(number)) for number in range(6)]
-    for _ in range(40):
+    for _ in range(24):
         await weights.rollback()
         await asyncio.sleep(0.1)
     over = True

@@ -349,6 +349,7 @@ def test_processes_end_with_their_launcher(tmp_path: Path, both: Both, ended: Ca
         assert not any(path.exists() for path in spools)
 
 
+@pytest.mark.full
 def test_running_requests_are_answered_when_the_server_is_told_to_end(
     server: TwoProcesses, both: Both
 ) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import Server
 
@@ -21,7 +23,8 @@ CHECKS = (
 )
 
 
-def test_every_route_keeps_its_word(single: Server, tmp_path: Path):
+@pytest.mark.parametrize("examples", [8, pytest.param(20, marks=pytest.mark.full)])
+def test_every_route_keeps_its_word(single: Server, tmp_path: Path, examples: int):
     body = (LATE / "model.safetensors").read_bytes()
     with single.client() as client:  # of an update that was begun nothing is left to roll back to
         id = client.open().id
@@ -30,7 +33,17 @@ def test_every_route_keeps_its_word(single: Server, tmp_path: Path):
     before = state(single)
     line = [sys.executable, "-P", "-m", "schemathesis.cli", "run", str(SCHEMA), "--url", single.url]
     line += ["--header", f"Authorization: Bearer {single.key}", "--checks", ",".join(CHECKS)]
-    line += ["--mode", "all", "--max-examples", "20", "--seed", "7", "--no-color", "--warnings", "off"]
+    line += [
+        "--mode",
+        "all",
+        "--max-examples",
+        str(examples),
+        "--seed",
+        "7",
+        "--no-color",
+        "--warnings",
+        "off",
+    ]
     line += ["--request-timeout", "60", "--continue-on-failure", "--generation-database", "none"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -26,7 +26,7 @@ from vllm_fp8ext.serve.schema import BroadcastGroup, DenseTensor, Receive, Updat
 from vllm_fp8ext.update.transports.nccl.group import join
 
 from .ask import state
-from .conftest import PATIENCE_SECONDS, on_early
+from .conftest import FIRST, PATIENCE_SECONDS, SECOND, on_early
 
 NORM = "model.norm.weight"
 LONGEST = PATIENCE_SECONDS + 30
@@ -96,8 +96,15 @@ def test_the_same_bytes_are_served(server: Server, late: dict[str, Tensor]) -> N
         assert client.digests().digests == wanted
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("transport", ["http", "nccl"])
+@pytest.mark.parametrize(
+    ("transport", "fp8"),
+    [
+        ("http", True),
+        ("nccl", False),
+        pytest.param("http", False, marks=pytest.mark.full),
+        pytest.param("nccl", True, marks=pytest.mark.full),
+    ],
+)
 def test_what_was_yielded_is_served(
     single: Server, late: dict[str, Tensor], transport: Any, fp8: bool
 ) -> None:
@@ -130,6 +137,7 @@ def test_what_was_yielded_is_served(
             client.rollback()
 
 
+@FIRST
 def test_groups_that_take_turns(server: Server, late: dict[str, Tensor]) -> None:
     """A rank is in one at a time: a server names it, by which a kept group knows that it is not the one any more."""
 
@@ -164,7 +172,16 @@ def test_one_broadcast_for_two_servers(servers: dict[str, Server], late: dict[st
         assert [driver.run(calls.digests(endpoint)).digests for endpoint in endpoints] == wanted
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(
+    ("server", "at"),
+    [
+        ("tp1", 0),
+        ("tp2", 3),
+        pytest.param("tp1", 3, marks=pytest.mark.full),
+        pytest.param("tp2", 0, marks=pytest.mark.full),
+    ],
+    indirect=["server"],
+)
 def test_a_refusal_leaves_everything_as_it_was(server: Server, late: dict[str, Tensor], at: int) -> None:
     """Before the first bucket, and while another one is under way; the same group then serves the next push."""
     before = state(server)
@@ -184,6 +201,7 @@ def test_a_refusal_leaves_everything_as_it_was(server: Server, late: dict[str, T
         assert client.weights().version == "late"
 
 
+@FIRST
 def test_what_is_not_finite_is_found_while_it_is_staged(server: Server, late: dict[str, Tensor]) -> None:
     before = state(server)
     bad = late[NORM].clone()
@@ -194,6 +212,7 @@ def test_what_is_not_finite_is_found_while_it_is_staged(server: Server, late: di
     assert state(server) == before
 
 
+@FIRST
 def test_a_trainer_that_never_comes(server: Server, store: TCPStore, late: dict[str, Tensor]) -> None:
     """Its chunk is refused in time, and so is the next one of that group, at once. Requests are answered meanwhile."""
     before = state(server)
@@ -220,6 +239,7 @@ def test_a_trainer_that_never_comes(server: Server, store: TCPStore, late: dict[
         client.push(late, version="late", transport="nccl")
 
 
+@SECOND
 def test_an_update_that_is_given_up_is_not_waited_for(
     server: Server, store: TCPStore, late: dict[str, Tensor]
 ) -> None:
@@ -249,6 +269,7 @@ with Client(sys.argv[1], sys.argv[2]) as client, Mortal() as group:
 """
 
 
+@FIRST
 def test_a_push_that_was_interrupted_goes_on(
     server: Server, store: TCPStore, late: dict[str, Tensor]
 ) -> None:
@@ -259,7 +280,8 @@ def test_a_push_that_was_interrupted_goes_on(
         assert client.push(late, version="late", transport="nccl", id=id).state == "committed"
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@SECOND
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_trainer_that_dies(server: Server, late: dict[str, Tensor], at: int) -> None:
     """When a bucket of its was announced; the first, and a later one."""
     before, id = state(server), f"dying-{server.port}-{at}"

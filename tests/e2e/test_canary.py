@@ -37,7 +37,16 @@ def test_its_perplexity_is_that_of_the_served_model(server: Server):
     assert told == pytest.approx(math.exp(-total / count), rel=0.02)
 
 
-@pytest.mark.parametrize("reason", ["perplexity", "non-finite"])
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ("tp1", "perplexity"),
+        ("tp2", "non-finite"),
+        pytest.param("tp1", "non-finite", marks=pytest.mark.full),
+        pytest.param("tp2", "perplexity", marks=pytest.mark.full),
+    ],
+    indirect=["server"],
+)
 def test_refused(server: Server, spoiled: Callable[..., Path], reason: str):
     before = state(server)
     huge = spoiled("huge", model__norm__weight=torch.full((256,), 3e38, dtype=torch.bfloat16))

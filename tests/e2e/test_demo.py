@@ -27,7 +27,7 @@ def test_demo(tmp_path: Path):
         "vllm_fp8ext.cli",
         "demo",
         "--problems",
-        "200",
+        "80",
         "--json",
         str(results),
     ]

@@ -57,7 +57,9 @@ class OtherVllm(Server):
 
 def serving(folder: Path, names: list[str]) -> Server:
     """A server whose vLLM lacks these names."""
-    return OtherVllm(EARLY, folder / "log", arguments=SMALL, variables=paths(vllm_without(folder, names)))
+    # its engine need not import that vLLM once more
+    variables = {**paths(vllm_without(folder, names)), "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
+    return OtherVllm(EARLY, folder / "log", arguments=SMALL, variables=variables)
 
 
 def off(server: Server) -> dict[str, str | None]:
@@ -118,6 +120,7 @@ def test_a_server_without_one_feature_has_the_others(feature: str, tmp_path: Pat
     remove(tmp_path)
 
 
+@pytest.mark.full
 def test_a_server_without_a_name_of_core_does_not_start(tmp_path: Path) -> None:
     folder = vllm_without(tmp_path, ["hash_source", "set_weight_version"])
     program = (

@@ -25,8 +25,6 @@ from .ask import complete
 from .conftest import on_early
 
 CHECKPOINTS = {"early": EARLY, "late": LATE}
-STEPS = {"tp1": 30, "tp2": 6}
-"""By server: with two ranks on two cores each step takes long."""
 ASKED = [problem.prompt for problem in problems(6, seed=21)]
 
 
@@ -134,11 +132,18 @@ class Trainer:
         self.refused.append(kind)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_random_history_could_have_been(servers: dict[str, Server], name: str):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("tp1", 15),
+        pytest.param("tp1", 30, marks=pytest.mark.full),
+        pytest.param("tp2", 6, marks=pytest.mark.full),  # with two ranks on two cores each step takes long
+    ],
+)
+def test_a_random_history_could_have_been(servers: dict[str, Server], name: str, steps: int):
     server = on_early(servers[name])
     expected = _expected(server)
-    trainer = Trainer(server, 5, STEPS[name])
+    trainer = Trainer(server, 5, steps)
     stop = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         answers: list[Answer] = []
@@ -160,7 +165,7 @@ def test_a_random_history_could_have_been(servers: dict[str, Server], name: str)
     epochs = {entry.epoch: entry for entry in trainer.history}
     assert sorted(epochs) == [entry.epoch for entry in trainer.history]
     assert all(b.epoch == a.epoch + 1 for a, b in pairwise(trainer.history))
-    assert len(answers) > STEPS[name]
+    assert len(answers) > steps
     whole = [answer for answer in answers if _check(answer, epochs)]
     wrong = [
         answer

@@ -12,6 +12,7 @@ from forked_python.processes import run
 from vllm_fp8ext.checkpoints import EARLY
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host_step.py"
+pytestmark = pytest.mark.full
 REQUESTS = 5
 LAYERS = 3
 

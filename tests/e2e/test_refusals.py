@@ -30,6 +30,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .ask import state
+from .conftest import FIRST
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -307,6 +308,7 @@ def test_a_wrong_base(unchanged: Server):
         assert refused.value.details == {"expected": epoch + 1, "found": epoch}
 
 
+@FIRST
 def test_chunks_in_any_order_in_parallel_and_repeated(server: Server):
     """Sixteen chunks over four connections, each sent twice, the last first."""
     parts = list(enumerate(bodies(ranges_of(LATE), 1 << 18)))

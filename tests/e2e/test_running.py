@@ -21,9 +21,14 @@ from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 
 from .ask import ATTEMPTS, Stream, complete, metric
+from .conftest import FIRST
 
-TOKENS = 500
+TOKENS = 300
 """Of a request that a commit meets; enough that it still runs then."""
+MANY_TOKENS = 500
+"""Of one that several commits meet."""
+BEAM_TOKENS = 60
+"""Of a beam search, each of whose tokens is two requests."""
 BLOCK = 32
 """Tokens in a KV-cache block of these servers."""
 PROMPT = "123+456=9750" * 8
@@ -84,7 +89,16 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
     assert all(a["end"] == b["start"] and b["epoch"] == a["epoch"] + 1 for a, b in pairwise(spans))
 
 
-@pytest.mark.parametrize("running", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("server", "running"),
+    [
+        ("tp1", "keep"),
+        ("tp2", "recompute"),
+        pytest.param("tp1", "recompute", marks=pytest.mark.full),
+        pytest.param("tp2", "keep", marks=pytest.mark.full),
+    ],
+    indirect=["server"],
+)
 def test_a_running_request_gets_both_weights(server: Server, running: str):
     preempted = metric(server, "vllm:num_preemptions_total")
     _check_spans(_straddle(server, running)["weight_versions"], TOKENS, "early", "late")
@@ -102,6 +116,7 @@ def test_recompute_continues_as_the_new_weights_would(single: Server):
     assert fresh == after
 
 
+@FIRST
 def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoiled: Callable[..., Path]):
     """Weights whose last norm is negated write the same K and V, and sample the token that the others like least. A rollback
     goes from the ones to the others, and back. Each then judges the tokens that are labelled with it, in a prompt, where it
@@ -113,7 +128,7 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
             client.push(folder, version=version)
         # where other processes have the cores, a response may be over before it has met enough of them
         for _ in range(3):
-            stream = Stream(server, tokens=TOKENS)
+            stream = Stream(server, tokens=MANY_TOKENS)
             while stream.running:
                 client.rollback()
                 time.sleep(0.1)  # for the request: two cores may be all that there is
@@ -123,7 +138,7 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
                 break
         assert len(spans) > 4
         assert {span["version"] for span in spans} == set(folders)
-        assert (spans[-1]["end"], len(tokens)) == (TOKENS, TOKENS)
+        assert (spans[-1]["end"], len(tokens)) == (MANY_TOKENS, MANY_TOKENS)
         prompt = complete(server, "12+34=", 1)["choices"][0]["prompt_token_ids"]
         for version in ("negated", "late"):
             client.push(folders[version], version=version)
@@ -228,7 +243,7 @@ def test_weight_versions_of_responses_and_messages(single: Server, stream: bool)
 def _search(server: Server, choices: list[dict[str, Any]]) -> None:
     """A beam search, of which nothing is streamed."""
     asked = {"use_beam_search": True, "n": 2, "ignore_eos": True}
-    choices += complete(server, "12+34=", TOKENS, **asked)["choices"]
+    choices += complete(server, "12+34=", BEAM_TOKENS, **asked)["choices"]
 
 
 def _beams(server: Server, running: str) -> list[dict[str, Any]]:
@@ -251,20 +266,22 @@ def _beams(server: Server, running: str) -> list[dict[str, Any]]:
     pytest.fail(f"in {ATTEMPTS} attempts no search met a commit: {collected}")
 
 
+@FIRST
 def test_beams_name_the_weights_of_each_token(server: Server):
     beams = _beams(server, "keep")
     assert len(beams) == 2
     for beam in beams:
-        _check_spans(beam["weight_versions"], TOKENS, "early", "late")
+        _check_spans(beam["weight_versions"], BEAM_TOKENS, "early", "late")
 
 
+@FIRST
 def test_a_commit_with_abort_ends_beams_too(server: Server):
     """Between two steps of theirs no request runs that it could end."""
     beams = _beams(server, "abort")
     assert len({len(beam["token_ids"]) for beam in beams}) == 1
     for beam in beams:
         assert beam["finish_reason"] == "abort"
-        assert len(beam["token_ids"]) < TOKENS
+        assert len(beam["token_ids"]) < BEAM_TOKENS
         _check_spans(beam["weight_versions"], len(beam["token_ids"]), "early")
 
 

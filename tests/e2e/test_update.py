@@ -26,7 +26,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from .ask import arrival_times, outputs, state
-from .conftest import COLD
+from .conftest import COLD, FIRST
 
 
 def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: Callable[..., Path]):
@@ -68,6 +68,7 @@ def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: 
     assert outputs(server) == cold["outputs"]
 
 
+@FIRST
 def test_chunks_come_in_any_order_and_again(server: Server):
     parts = list(bodies(ranges_of(LATE), 1 << 17))
     order = list(range(len(parts)))
@@ -103,6 +104,7 @@ def test_long_bodies_are_read_past_uvicorn(single: Server):
         client.abandon(id)
 
 
+@FIRST
 def test_staging_changes_nothing_that_is_served(server: Server):
     before = state(server)
     with server.client() as client:
@@ -140,6 +142,7 @@ def test_an_update_that_is_gone_on_with_is_of_what_is_pushed_last(single: Server
         assert done.bytes == sum(body.length for body in bodies(ranges_of(LATE), 1 << 18))
 
 
+@FIRST
 def test_generation_goes_on_while_an_update_is_staged(server: Server):
     """Tokens arrive between the begin and the end of an upload."""
     arrivals: list[float] = []
@@ -180,6 +183,7 @@ def test_rollback_needs_previous_weights(server: Server):
         assert (refused.value.kind, refused.value.status) == ("no-previous", 409)
 
 
+@FIRST
 def test_load_from_the_servers_disk(server: Server, spoiled: Callable[..., Path], folder: Path):
     """Of a folder those files that its index names."""
     indexed = folder / "indexed"

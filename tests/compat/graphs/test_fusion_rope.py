@@ -3,7 +3,8 @@
 vLLM's own layers."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -129,10 +130,24 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
-def test_a_layers_heads(normed: bool, scale: Tensor | None):
-    layer = model(normed=("query", "key") if normed else (), scale=scale)
+IN_FULL = {
+    *(("norms", "one scale"), ("no norms", "16 bits"), ("no norms", "a scale for each head")),
+    *("read_twice", "by_rows"),
+    *("part of a head", "places apart", "heads of another size", "a norm's weight apart", "other epsilons"),
+    *("a norm's weight made in the graph", "one norm", "a norm of half a head", "a table apart"),
+}
+"""Cases that `make test` leaves out: the graph of each is compiled, which takes a second or two."""
+
+
+def cases(names: Iterable[Any]) -> list[Any]:
+    """Return values of a parameter, those in `IN_FULL` with that mark."""
+    return [pytest.param(name, marks=pytest.mark.full if name in IN_FULL else ()) for name in names]
+
+
+@pytest.mark.parametrize("case", cases(product(("norms", "no norms"), SCALES)), ids="-".join)
+def test_a_layers_heads(case: tuple[str, str]):
+    norms, scale = case
+    layer = model(normed=("query", "key") if norms == "norms" else (), scale=SCALES[scale])
     count, outputs = joined(layer)
     assert count == 1
     for mine, expected in zip(outputs, layer.heads(*layer.inputs), strict=True):
@@ -149,7 +164,7 @@ def apart(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("way", ["read_twice", "by_rows", "apart"])
+@pytest.mark.parametrize("way", cases(["read_twice", "by_rows", "apart"]))
 def test_queries_that_are_quantized_after(way: str):
     """Another reads them; rows of them are quantized; or the scales do not lie side by side."""
     scale = SCALES["a scale for each head" if way == "apart" else "one scale"]
@@ -177,7 +192,7 @@ STAY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("why", STAY)
+@pytest.mark.parametrize("why", cases(STAY))
 def test_layers_that_stay(why: str):
     layer = model(**STAY[why])
     count, outputs = joined(layer)
