@@ -189,7 +189,6 @@ def _fused(cases: Cases) -> str:
         "silu_mul_quantize",
         "gelu_mul_quantize",
         "gelu_tanh_mul_quantize",
-        "gelu_quantize",
         "quantize_activation",
         "norm_rope",
     )

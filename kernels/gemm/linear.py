@@ -125,24 +125,6 @@ def gated_linear(
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
 
 
-@operator(_like_gated_linear)
-def gelu_linear(
-    x_MK: Tensor,
-    activation: str,
-    codes_NK: Tensor,
-    scales_NbKb: Tensor,
-    bias_N: Tensor | None,
-    scale_format: str,
-    decode_tokens: int,
-    gemm: str,
-) -> Tensor:
-    """`linear` of GELU of `x_MK`; `activation` as in `gelu_quantize`."""
-    from vllm_fp8ext.kernels.quantize.gated_quantize import Gelu, gelu_quantize
-
-    quantized = gelu_quantize(_in_rows(x_MK), cast("Gelu", activation), cast("ScaleFormat", scale_format))
-    return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
-
-
 @operator(_like_quantized_room)
 def quantized_room(x_MK: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Codes and scales, uninitialized, of as many tokens as `x_MK` has, for `quantized_linear`."""

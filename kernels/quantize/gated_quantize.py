@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies an activation function and quantizes the result in one launch.
-
-The function is that of a gate, times the up projection, or alone.
-"""
+"""Multiplies an activated gate by the up projection and quantizes the product, in one launch."""
 
 from typing import Literal, get_args
 
@@ -20,9 +17,6 @@ from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-Gelu = Literal["gelu", "gelu_tanh"]
-GELUS: tuple[Gelu, ...] = get_args(Gelu)
-"""Functions that come without a gate too."""
 
 _TOGETHER = 2
 """Tokens that a program takes where there are many."""
@@ -34,19 +28,11 @@ def gated_quantize_reference(
     """Compute what the kernel does: vLLM's `SiluAndMul` and `GeluAndMul` (the function in fp32, rounded to the dtype before
     the product and after it), then `reference.quantize_activation`."""
     gate, up = gate_up_M2K.chunk(2, dim=1)
-    active = torch.nn.functional.silu(gate) if activation == "silu" else _gelu(gate, activation)
+    if activation == "silu":
+        active = torch.nn.functional.silu(gate)
+    else:
+        active = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return reference.quantize_activation(active * up, scale_format)
-
-
-def gelu_quantize_reference(
-    x_MK: Tensor, activation: Gelu, scale_format: ScaleFormat
-) -> tuple[Tensor, Tensor]:
-    """Compute what the kernel does without a gate: `torch.nn.GELU`, then `reference.quantize_activation`."""
-    return reference.quantize_activation(_gelu(x_MK, activation), scale_format)
-
-
-def _gelu(x: Tensor, activation: Gelu) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 @triton.jit
@@ -92,12 +78,11 @@ def _gated_quantize(
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     CHOSEN: tl.constexpr,
-    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program, `GROUPS` groups of `TOKENS` tokens: of one that `rows_S` names, or of all. Not `GATED`: no product."""
+    """One program, `GROUPS` groups of `TOKENS` tokens: of one that `rows_S` names, or of all."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -111,11 +96,9 @@ def _gated_quantize(
     dtype = gate_up_M2K.dtype.element_ty
     at = gate_up_M2K + (token * row)[:, None] + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if GATED:  # on its way while the gate is worked on
-        up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)  # on its way while the gate is worked on
     values = rounded(active(gate, ACTIVATION, HARDWARE), dtype, HARDWARE)
-    if GATED:
-        values = rounded(values * up, dtype, HARDWARE)
+    values = rounded(values * up, dtype, HARDWARE)
     codes, scale = quantized(values.to(dtype), POW2, True, HARDWARE)
     tl.store(codes_MK + (token * K)[:, None] + columns, codes, mask=inside)
     scaled = (token < M) & (groups < tl.cdiv(K, SIZE))
@@ -138,36 +121,18 @@ def gated_quantize(
     lie (`Quantized`)."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
     room = empty(m, k, gate_up_M2K.device, by_token=by_token)
-    return _quantized(room, gate_up_M2K, activation, scale_format, rows_S, gated=True)
-
-
-def gelu_quantize(x_MK: Tensor, activation: Gelu, scale_format: ScaleFormat) -> Quantized:
-    """Codes and scales of GELU of `x_MK`, BF16 or FP16, columns contiguous."""
-    room = empty(x_MK.shape[0], x_MK.shape[1], x_MK.device)
-    return _quantized(room, x_MK, activation, scale_format, None, gated=False)
-
-
-def _quantized(
-    room: Quantized,
-    x: Tensor,
-    activation: Activation,
-    scale_format: ScaleFormat,
-    rows_S: Tensor | None,
-    *,
-    gated: bool,
-) -> Quantized:
     codes, scales = room
-    (m, k), early = codes.shape, x.is_cuda
+    early = gate_up_M2K.is_cuda
     count = m if rows_S is None else rows_S.numel()
     if count:
         tokens = _TOGETHER if rows_S is None and count >= large_m(k) else 1
         _launch(
             (-(-count // tokens), parts(k), 1),
-            (x, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
-            (k, x.stride(0)),
+            (gate_up_M2K, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
+            (k, gate_up_M2K.stride(0)),
             (m, *scales.stride()),
             (
-                *(activation, scale_format == "pow2", early, early, rows_S is not None, gated),
+                *(activation, scale_format == "pow2", early, early, rows_S is not None),
                 *(tokens, GROUPS, BLOCK),
             ),
             4,

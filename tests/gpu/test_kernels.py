@@ -170,20 +170,6 @@ def test_gated_activations(shape: tuple[int, int], activation: Any, scale_format
     )
 
 
-@pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_activations_without_a_gate(
-    shape: tuple[int, int], activation: Any, scale_format: ScaleFormat
-) -> None:
-    from vllm_fp8ext.kernels.quantize.gated_quantize import gelu_quantize, gelu_quantize_reference
-
-    x = kernel_cases.activations(*shape, "cuda") / 8
-    _assert_nearly(
-        gelu_quantize(x, activation, scale_format), gelu_quantize_reference(x, activation, scale_format)
-    )
-
-
 @pytest.mark.parametrize(
     ("config", "shape"),
     [

@@ -25,7 +25,7 @@ from vllm_fp8ext.kernels.quantize import (
     quantize_weight,
     rmsnorm_quantize,
 )
-from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, Gelu
+from vllm_fp8ext.kernels.quantize.gated_quantize import Activation
 from vllm_fp8ext.kernels.testing import kernel_cases
 
 FORMATS: tuple[ScaleFormat, ...] = ("fp32", "pow2")
@@ -72,8 +72,6 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
         checks.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
             checks.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
-        for ungated in gated_quantize.GELUS:
-            checks.append((f"{ungated} {form} {m}x{k}", partial(gelu, ungated, form, m, k)))
     checks += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         checks.append((f"triton {case}", partial(triton, *case)))
@@ -142,12 +140,6 @@ def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     gate_up = kernel_cases.activations(m, 2 * k, "cuda") / 8
     quantized = gated_quantize.gated_quantize(gate_up, name, form)
     return nearly(quantized, gated_quantize.gated_quantize_reference(gate_up, name, form))
-
-
-def gelu(name: Gelu, form: ScaleFormat, m: int, k: int) -> Verdict:
-    x = kernel_cases.activations(m, k, "cuda") / 8
-    quantized = gated_quantize.gelu_quantize(x, name, form)
-    return nearly(quantized, gated_quantize.gelu_quantize_reference(x, name, form))
 
 
 def turned(m: int) -> Verdict:

@@ -20,8 +20,6 @@ from vllm_fp8ext.kernels.quantize.gated_quantize import (
     Activation,
     gated_quantize,
     gated_quantize_reference,
-    gelu_quantize,
-    gelu_quantize_reference,
 )
 from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 from vllm_fp8ext.kernels.quantize.quantize_weight_triton import launch
@@ -123,7 +121,6 @@ def fused(report: Report) -> None:
         _norm(report, m, 4096)
         for activation in ACTIVATIONS:
             _gate(report, activation, m, 12288)
-        _gelu(report, m, 12288)
         _heads(report, m)
 
 
@@ -226,22 +223,6 @@ def _gate(report: Report, activation: Activation, m: int, k: int) -> None:
     right = nearly(ours(0), gated_quantize_reference(sets[0], activation, "fp32"))[0]
     kernel, moved = f"{activation}_mul_quantize", m * (k * 5 + blocks(k) * 4)
     _compare(report, kernel, (k,), m, calls, right=right, copies=len(sets), moved=moved)
-
-
-def _gelu(report: Report, m: int, k: int) -> None:
-    """Without a gate; `separate` is torch's kernel, and a launch that quantizes."""
-    sets = [kernel_cases.activations(m, k, "cuda") / 8 for _ in range(_copies(m * k * 3))]
-
-    def ours(i: int) -> Quantized:
-        return gelu_quantize(sets[i], "gelu", "fp32")
-
-    def separate(i: int) -> object:
-        return quantize_activation(torch.nn.functional.gelu(sets[i]), "fp32")
-
-    calls: Calls = {"blockfp8": ours, "separate": separate}
-    right = nearly(ours(0), gelu_quantize_reference(sets[0], "gelu", "fp32"))[0]
-    moved = m * (k * 3 + blocks(k) * 4)
-    _compare(report, "gelu_quantize", (k,), m, calls, right=right, copies=len(sets), moved=moved)
 
 
 def _heads(report: Report, m: int) -> None:

@@ -169,60 +169,6 @@ def test_inductor_takes_the_joined_graph(weight):
     torch.testing.assert_close(layer(values, *weight), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_without_a_gate(weight, approximate: str, dtype: torch.dtype):
-    """Of a graph that Inductor has decomposed."""
-    result = compiled_with_pass(nn.GELU(approximate=approximate), weight, dtype)
-    assert result == ["gelu_linear"]
-
-
-@pytest.mark.parametrize("what", ["twice", "wide", "doubled", "silu"])
-def test_what_is_not_gelu_alone_stays(weight, what: str):
-    def other(x: Tensor) -> Tensor:
-        if what == "twice":  # read by another too, below
-            return torch.nn.functional.gelu(x)
-        if what == "wide":  # rounded once less
-            return torch.nn.functional.gelu(x.float()).bfloat16() + 0
-        if what == "doubled":
-            return torch.nn.functional.gelu(x) * 2
-        return torch.nn.functional.silu(x)
-
-    assert compiled_with_pass(other, weight, torch.bfloat16, again=what == "twice") == ["linear"]
-
-
-def compiled_with_pass(
-    function: Callable[[Tensor], Tensor],
-    weight: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    again: bool = False,
-) -> list[str]:
-    """Our operators in the graph of a linear layer behind a function; its results are compared."""
-    import vllm.ir.ops  # noqa: F401  its operators
-
-    from vllm_fp8ext.compat.graphs.fusion import PASS, JoinLinear
-
-    collected: list[str] = []
-
-    class Watched(JoinLinear):
-        def __call__(self, graph: fx.Graph) -> None:
-            super().__call__(graph)
-            nodes = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-            collected.extend(name.split(".")[1] for name in nodes if name.startswith("fp8ext."))
-
-    def layer(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        activated = function(x)
-        return linear(activated, (codes, scales)), activated + 1 if again else x
-
-    torch._dynamo.reset()
-    options = {PASS: Watched(), "fx_graph_cache": False}
-    values = (integers(M, K) / 16).to(dtype)
-    results = torch.compile(layer, fullgraph=True, dynamic=True, options=options)(values, *weight)
-    for result, expected in zip(results, layer(values, *weight), strict=True):
-        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
-    return collected
-
-
 def _gate(name: str) -> Any:
     """vLLM's operator, or one of its name where vLLM is built without it."""
     current_platform.import_kernels()  # before: who comes second with a name is aborted

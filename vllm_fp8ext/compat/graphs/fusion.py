@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from vllm_fp8ext.compat.graphs import fusion_gelu, graph_nodes
+from vllm_fp8ext.compat.graphs import graph_nodes
 from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
 from vllm_fp8ext.compat.graphs.graph_nodes import alike
 from vllm_fp8ext.kernels.attention import rotary
@@ -46,7 +46,7 @@ GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 """vLLM's operators, and what `gated_linear` calls them."""
 CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
-_SOURCES = (fusion_gelu, graph_nodes, linear, rotary)
+_SOURCES = (graph_nodes, linear, rotary)
 """Modules whose sources decide about graphs, too."""
 
 
@@ -85,9 +85,8 @@ def name_kernels(config: Any, model: nn.Module) -> None:
 class JoinLinear(InductorPass):
     """Joins linear layers with what comes before them.
 
-    `fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function `fp8ext::gated_linear`,
-    of GELU alone `fp8ext::gelu_linear`; norms of heads and their rotary embedding become `fp8ext::norm_rope`, if that
-    is wanted.
+    `fp8ext::linear` of a norm becomes `fp8ext::rmsnorm_linear`, of a gated activation function `fp8ext::gated_linear`;
+    norms of heads and their rotary embedding become `fp8ext::norm_rope`, if that is wanted.
     """
 
     def __init__(self, *, norm_rope: bool = True) -> None:
@@ -101,7 +100,7 @@ class JoinLinear(InductorPass):
             turned = fusion_rope.join_rope(graph)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.fp8ext.linear.default:
-                joined += _join_norm(graph, node) or _join_gate(graph, node) or _join_gelu(graph, node)
+                joined += _join_norm(graph, node) or _join_gate(graph, node)
         graph.eliminate_dead_code()
         logger.debug(
             "fp8ext: joined %d linear layers with what comes before them, %d attention layers' inputs",
@@ -163,17 +162,6 @@ def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:
     if activation is None:
         return False
     _replace(graph, node, torch.ops.fp8ext.gated_linear.default, made.kwargs["input"], activation)
-    return True
-
-
-def _join_gelu(graph: fx.Graph, node: fx.Node) -> bool:
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or len(source.users) > 1:
-        return False
-    matched = fusion_gelu.gelu_of(source)
-    if matched is None:
-        return False
-    _replace(graph, node, torch.ops.fp8ext.gelu_linear.default, *matched)
     return True
 
 

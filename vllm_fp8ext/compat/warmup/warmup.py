@@ -23,7 +23,7 @@ from vllm_fp8ext.compat.warmup.quantizer_warmup import warm_up_quantizers, warm_
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs
 from vllm_fp8ext.kernels.gemm.registry import DECODE_GEMM, GEMM_KERNELS
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
-from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, GELUS, gated_quantize, gelu_quantize
+from vllm_fp8ext.kernels.quantize.gated_quantize import ACTIVATIONS, gated_quantize
 from vllm_fp8ext.kernels.quantize.quantize_activation import large_m, quantize_activation
 from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 from vllm_fp8ext.kernels.runtime import compile_counts
@@ -151,8 +151,6 @@ def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
     x_MK = gate_up_M2K[:, : gate_up_M2K.shape[1] // 2].contiguous()
     for activation in ACTIVATIONS:
         gated_quantize(gate_up_M2K, activation, form)
-    for gelu in GELUS:
-        gelu_quantize(x_MK, gelu, form)
     quantize_activation(x_MK, form)
 
 
