@@ -21,6 +21,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from vllm_fp8ext.bench.pages import fill, table
+from vllm_fp8ext.config import Settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -81,6 +82,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "busy": _busy(_cases("profile"), rollout),
             "step_reuse": _step_reuse(_cases("steady_steps")),
             "feature_gains": _feature_gains(_cases("features")),
+            "lm_head": _lm_head(_cases("lm_head")),
         },
         ROOT / "README.md": {
             "served": _served_rates(_cases("served")),
@@ -305,6 +307,21 @@ def _feature_gains(cases: Cases) -> str:
         load = _load(case) if "route" not in case else f"{_load(case)}, {_request_words(case)}"
         rows.append([f"`{case['feature']}`", case["model"], load, *rates, f"{case['gain']:+.1%}"])
     return table(["feature", "model", "requests × in/out", "with all", "without it", "gain"], rows)
+
+
+def _lm_head(cases: Cases) -> str:
+    """Tokens per second by the setting of the output layer, and how far its distributions are from the default's."""
+    if not cases:
+        return ""
+    default = Settings().lm_head
+    bases = {_order(case): case for case in cases if case["settings"].get("lm_head", default) == default}
+    rows = []
+    for case in cases:
+        base = bases[_order(case)]
+        rate = f"{case['tokens_per_s']:,.0f} ({case['tokens_per_s'] / base['tokens_per_s']:.2f}×)"
+        head, same = case["settings"].get("lm_head", default), f"{case['same_choice']:.1%}"
+        rows.append([case["model"], _load(case), f"`{head}`", rate, f"{case['kl']:.2g}", same])
+    return table(["model", "requests × in/out", "`lm_head`", "tokens/s", "KL, nats", "same choice"], rows)
 
 
 def _beside(

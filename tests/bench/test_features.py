@@ -40,6 +40,19 @@ def test_a_feature_is_compared_with_the_engine_that_has_all(
     assert rows[3].endswith("| -16.7% |")
 
 
+def test_output_layers_are_compared_with_the_default(performance_page: ModuleType) -> None:
+    load = {"model": "m", "requests": 8, "input": 4, "output": 4, "kv_cache": "fp8"}
+    measured = [
+        {**load, "settings": settings, "tokens_per_s": rate, "kl": kl, "same_choice": 1 - kl}
+        for settings, rate, kl in (({}, 100.0, 0.0), ({"lm_head": "blockfp8"}, 107.0, 0.0123))
+    ]
+    rows = performance_page._lm_head(measured).splitlines()[2:]
+    assert rows == [
+        "| m | 8 × 4/4 | `bf16` | 100 (1.00×) | 0 | 100.0% |",
+        "| m | 8 × 4/4 | `blockfp8` | 107 (1.07×) | 0.012 | 98.8% |",
+    ]
+
+
 @pytest.mark.full
 def test_engines_without_one_feature_take_turns_with_the_one_that_has_all(tmp_path: Path) -> None:
     out = tmp_path / "features.json"

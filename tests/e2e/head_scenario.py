@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine with a setting of `lm_head`: whether its logits are those of the setting, and what updates do to them.
 
-Takes a file, to which it writes what it saw, as JSON; `tied` or `untied`; the setting; and the number of ranks. Vocabularies
-are padded: this one's size is no multiple of 64.
+Takes a file, to which it writes what it saw, as JSON; `tied`, `untied`, or `serialized` (untied, with projections that are
+block FP8 already); the setting; and the number of ranks. Vocabularies are padded: this one's size is no multiple of 64.
 """
 
 import json
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import transformers
+from block_fp8 import write_block_fp8
 from families import ENDS, TEXT
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,7 +33,7 @@ VOCABULARY, PADDED = 370, 384
 PROMPT = list(range(3, 67))
 
 
-def write(folder: Path, seed: int, *, tied: bool) -> None:
+def write(folder: Path, seed: int, *, tied: bool, serialized: bool) -> None:
     torch.manual_seed(seed)
     shape = {**TEXT, "vocab_size": VOCABULARY}
     config = transformers.Qwen3Config(**shape, **ENDS, tie_word_embeddings=tied)
@@ -40,6 +41,8 @@ def write(folder: Path, seed: int, *, tied: bool) -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
     model.save_pretrained(folder)
+    if serialized:
+        write_block_fp8(folder, folder)
 
 
 def expected(folder: Path, tied: bool, ranks: int, x_MK: Tensor) -> dict[str, Tensor]:
@@ -130,7 +133,7 @@ def main() -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     folders = [out.parent / name for name in ("early", "late")]
     for seed, folder in enumerate(folders):
-        write(folder, seed, tied=tied)
+        write(folder, seed, tied=tied, serialized=sys.argv[2] == "serialized")
     early, late = folders
     llm = engine(early, head, ranks)
     with embedded_blocking(llm) as weights:

@@ -12,6 +12,7 @@ CASES = [
     ("untied", "blockfp8", 1),
     ("untied", "blockfp8", 2),
     ("tied", "blockfp8", 2),
+    ("serialized", "blockfp8", 1),
     ("untied", "fp32", 1),
     ("tied", "fp32", 2),
 ]

@@ -15,7 +15,7 @@ def check(facts: dict[str, Any], ties: str, head: str, *, furthest: float) -> No
         distances = logits["distances"]
         assert distances[head] < NEAR[head]
         assert all(distances[other] > 2 * distances[head] for other in distances.keys() - {head})
-    assert set(facts["quantized"]) == {ties == "untied" and head == "blockfp8"}
+    assert set(facts["quantized"]) == {ties != "tied" and head == "blockfp8"}
     assert facts["cold"]
     assert facts["pushed"]
     assert max(facts["rolled back"]) <= furthest
