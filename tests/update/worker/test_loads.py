@@ -73,6 +73,14 @@ def require_staged(rank: Rank, tensors: dict[str, Tensor]) -> None:
     assert torch.equal(stager.plain["norm"].cpu(), tensors["norm"])
 
 
+def test_a_callers_default_device_is_not_ours(rank: Rank, loads: Loads, tensors: dict[str, Tensor]) -> None:
+    """Trainers load weights where the GPU is torch's default."""
+    with torch.device("meta"):
+        assert loads.load([*tensors.items()]) == set(SHAPES)
+        assert torch.empty(1).is_meta
+    require_staged(rank, tensors)
+
+
 def test_tensors_come_in_any_calls_dtypes_and_layouts(
     rank: Rank, loads: Loads, tensors: dict[str, Tensor]
 ) -> None:

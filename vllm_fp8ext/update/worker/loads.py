@@ -114,7 +114,8 @@ class Loads:
             call, targets = _Call(), set[str]()
             try:
                 for batch in _batches(weights, self._device if lent else None):
-                    targets |= self._load(batch, call)
+                    with torch.device("cpu"):  # callers make the GPU the default
+                        targets |= self._load(batch, call)
             finally:
                 self._events.append(call.event())
                 self._came |= call.parts
