@@ -106,6 +106,18 @@ def test_other_memory_is_not_opened(name: bytes, message: str) -> None:
     assert refused.value.kind == "bad-handle"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="opens what no GPU exported")
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "message"), [(b"c", "could not be opened"), (b"e", "expandable_segments")])
+def test_memory_by_cuda_malloc_is_told_by_the_kind_in_any_version(
+    version: int, kind: bytes, message: str
+) -> None:
+    with shared_exports() as exports:
+        source = source_of(_named(exports, bytes([version]) + kind), packed=True)
+    with pytest.raises(UpdateError, match=message):
+        module.open_storage(source.gpus["cpu"][0], 0)
+
+
 def test_a_smaller_storage_than_was_told_is_refused() -> None:
     with shared_exports() as exports:
         handles = plain({"cpu": exports.reduce(exports.buffer(64))[1]})

@@ -28,7 +28,8 @@ CPU_GPU = "cpu"
 """In place of a UUID where there is no GPU."""
 CPU_MARK = b"\x02s"
 """Begin of a handle there, before the name of a file."""
-_CUDA_MARK = b"\x02c"
+_CUDA_KIND = b"c"
+"""Second byte of a handle of memory by cudaMalloc; the first is the version of torch's format."""
 _CUDA_HANDLE_BYTES = 64
 _FILE = re.compile(rb"[A-Za-z0-9_-]{1,60}")
 
@@ -119,7 +120,7 @@ def open_storage(handle: ExportedTensor, index: int | None) -> UntypedStorage:
     content = base64.b64decode(handle.handle)
     if index is None:
         return _shared_file(content, handle)
-    if len(content) != _CUDA_HANDLE_BYTES and not content.startswith(_CUDA_MARK):
+    if len(content) != _CUDA_HANDLE_BYTES and content[1:2] != _CUDA_KIND:
         raise bad_handle(
             "expected memory by cudaMalloc: set PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
         )
