@@ -38,6 +38,8 @@ def test_a_checkpoint_is_what_its_model_takes(
     for name, parameter in model.state_dict().items():
         if ".experts." not in name:
             assert collected[name].shape == parameter.shape, name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.state_dict()["model.norm.weight"], collected["model.norm.weight"])
     if hasattr(config, "num_experts"):
         last = collected["model.layers.1.mlp.experts.7.down_proj.weight"]
         assert last.shape == (config.hidden_size, config.moe_intermediate_size)

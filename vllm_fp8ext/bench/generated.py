@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of real shapes with generated weights: Gaussian, with outlier channels, and norms around one."""
 
+import json
 import os
 import tempfile
 from collections import deque
@@ -123,19 +124,24 @@ def write_checkpoint(folder: Path, shape: str, seed: int, device: str) -> int:
 
 
 def _write_weights(folder: Path, config: Any, generator: torch.Generator, device: str) -> int:
-    """Some shards are written beside the next one's making."""
+    """Some shards are written beside the next one's making; the index, which transformers reads, comes last."""
     total = 0
+    files: dict[str, str] = {}
     with ThreadPoolExecutor(_WRITERS) as writers:
         waiting: deque[Future[None]] = deque()
         for index, shard in enumerate(_shards(config, generator, device)):
             total += sum(tensor.nbytes for tensor in shard.values())
+            file = f"model-{index:05d}.safetensors"
+            files |= dict.fromkeys(shard, file)
             if device != "cpu":
                 torch.cuda.synchronize()
-            waiting.append(writers.submit(_write, shard, folder / f"model-{index:05d}.safetensors"))
+            waiting.append(writers.submit(_write, shard, folder / file))
             if len(waiting) > _WRITERS:
                 waiting.popleft().result()
         for shard_written in waiting:
             shard_written.result()
+    index_file = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
     return total
 
 
