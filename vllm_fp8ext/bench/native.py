@@ -41,8 +41,14 @@ class Native:
         typed = way == "native-typed"
         client = WeightSyncClient(server.url, server.key) if typed else HTTPVLLMWeightSyncClient(keyed)
         self._source = HeldTensors(tensors)
+        largest = max(tensor.nbytes for tensor in tensors.values())
+        init_info = IPCTrainerInitInfo(
+            rank=0,
+            packed=way == "native-packed",
+            packed_buffer_size_bytes=max(IPCTrainerInitInfo.packed_buffer_size_bytes, largest),
+        )
         self._engine = IPCTrainerWeightTransferEngine.trainer_init(
-            IPCTrainerInitInfo(rank=0, packed=way == "native-packed"), client=client, source=self._source
+            init_info, client=client, source=self._source
         )
 
     def push(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
