@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_tokenizer(folder)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         loads = [replace(load, vocabulary=vocabulary) for load in loads]
-        with _servers(folder, options) as servers, Clients(options.clients) as clients:
+        routes = {load.route for load in loads}
+        with _servers(folder, routes, options) as servers, Clients(options.clients) as clients:
             for load in loads:
                 if time.monotonic() > stop:
                     console.print(f"no time left for {_name(load)}")
@@ -125,12 +126,15 @@ def _name(load: HttpLoad) -> str:
     return " ".join(words)
 
 
-def _servers(folder: Path, options: Any) -> AbstractContextManager[dict[str, Server]]:
-    """Start all servers, by name; they answer inside the context."""
+def _servers(
+    folder: Path, routes: Collection[str], options: Any
+) -> AbstractContextManager[dict[str, Server]]:
+    """Start all servers, by name; they answer these routes inside the context."""
     arguments = [
         *("--max-model-len", str(options.input * 2 + options.output + 64)),
         *("--max-num-seqs", str(options.seqs), "--max-num-batched-tokens", str(STEP)),
         *serve_options(options.serve),
+        *(["--enable-scale-out"] if "generate" in routes else []),
     ]
     return variant_servers(
         folder,
