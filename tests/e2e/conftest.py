@@ -17,6 +17,7 @@ from vllm_fp8ext.demo.server import SMALL, Server
 
 from .ask import state
 from .block_fp8 import write_block_fp8
+from .native_trainer import TRANSFER
 from .plugins import HERE, variables
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
@@ -24,6 +25,9 @@ OPTIONS = (*SMALL, "--block-size", "32", "--max-logprobs", "128", "--enable-prom
 
 PATIENCE_SECONDS = 8.0
 """How long these servers wait for a broadcast."""
+
+DEV = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Has vLLM's routes for trainers."""
 
 SERVED = {"servers", "others", "faulty"}
 """Fixtures that are servers."""
@@ -66,7 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """One server with one rank, which queues steps ahead, and one with two, both on the early checkpoint."""
+    """One server with one rank, which queues steps ahead, and one with two, which takes vLLM's own weight transfer, too. Both
+    are on the early checkpoint."""
     logs = tmp_path_factory.mktemp("logs")
     settings = {"allowed_dirs": [str(folder)], "upload_idle_seconds": PATIENCE_SECONDS}
     started = {
@@ -80,9 +85,9 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "tp2": Server(
             EARLY,
             logs / "tp2.log",
-            arguments=(*OPTIONS, *TWO_RANKS),
+            arguments=(*OPTIONS, *TWO_RANKS, *TRANSFER),
             settings=settings,
-            variables=variables(logs, ranks=2),
+            variables={**variables(logs, ranks=2), **DEV},
         ),
     }
     with answering(*started.values()):

@@ -23,7 +23,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
-from .conftest import OPTIONS, PATIENCE_SECONDS, TWO_RANKS, answering, on_early
+from .conftest import DEV, OPTIONS, PATIENCE_SECONDS, answering, on_early
 from .gloo_trainer import Beside
 from .native_trainer import BUCKET, TRANSFER, Trainer, free_port
 from .plugins import HERE, variables
@@ -35,28 +35,20 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def natives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+def natives(
+    servers: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
     logs = tmp_path_factory.mktemp("native")
     settings = {"upload_idle_seconds": PATIENCE_SECONDS, "allowed_dirs": [str(LATE)]}
-    dev = {"VLLM_SERVER_DEV_MODE": "1"}
-    started = {
-        "tp1": Server(
-            EARLY,
-            logs / "tp1.log",
-            arguments=(*OPTIONS, *TRANSFER),
-            settings=settings,
-            variables={**variables(logs), **dev},
-        ),
-        "tp2": Server(
-            EARLY,
-            logs / "tp2.log",
-            arguments=(*OPTIONS, *TRANSFER, *TWO_RANKS),
-            settings=settings,
-            variables={**variables(logs, ranks=2), **dev},
-        ),
-    }
-    with answering(*started.values()):
-        yield started
+    single = Server(
+        EARLY,
+        logs / "tp1.log",
+        arguments=(*OPTIONS, *TRANSFER),
+        settings=settings,
+        variables={**variables(logs), **DEV},
+    )
+    with answering(single):
+        yield {"tp1": single, "tp2": servers["tp2"]}
 
 
 @pytest.fixture(params=["tp1", pytest.param("tp2", marks=pytest.mark.full)])
@@ -158,7 +150,7 @@ def test_what_does_not_come_stays_and_is_told(trainer: Trainer) -> None:
     "wrapped",
     [
         "_orig_mod.{}",
-        "module.{}",
+        pytest.param("module.{}", marks=pytest.mark.full),
         "base_model.model.{}",
         lambda name: name.replace("model.", "model.language_model.", 1),
         lambda name: name.replace("model.", "_fsdp_wrapped_module.model.", 1),
@@ -299,7 +291,6 @@ def test_a_broadcast_of_another_length_is_noticed(single_trainer: Trainer, kept:
     single_trainer.push(late())
 
 
-@ON_BOTH
 @pytest.mark.parametrize("bucket", [BUCKET // 2, BUCKET * 2])
 def test_buckets_that_end_early_or_late(trainer: Trainer, bucket: int) -> None:
     """The trainer packs otherwise than it said: no rank takes one tensor's bytes for another's."""
