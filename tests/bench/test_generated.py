@@ -62,6 +62,7 @@ def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [blocked]
 
 
+@pytest.mark.full
 def test_a_full_disk_is_an_error(on_a_small_disk: Callable[..., Any]) -> None:
     """Not the end of the process, as it is where pages of a mapped file find no room."""
     write = "import sys, pathlib; from vllm_fp8ext.bench.generated import write_checkpoint as write; "

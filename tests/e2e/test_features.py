@@ -101,6 +101,7 @@ def test_every_feature_has_a_name_here() -> None:
     assert {*GONE, *AND_WITH_FUSION, CORE} == set(features())
 
 
+@pytest.mark.full
 def test_a_server_without_any_feature_serves_and_takes_updates(faulty: Server) -> None:
     told = off(faulty)
     assert set(told) == {*GONE, *AND_WITH_FUSION}

@@ -29,6 +29,7 @@ from .ask import arrival_times, outputs, state
 from .conftest import COLD, FIRST
 
 
+@FIRST
 def test_random_updates_end_as_cold_starts_do(server: Server, servers, spoiled: Callable[..., Path]):
     cold = COLD[next(name for name, other in servers.items() if other is server)]
     generator = torch.Generator().manual_seed(0)
