@@ -18,6 +18,7 @@ from typing import Any
 IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
+    *("route", "logprobs", "streamed", "one_request"),
 )
 """Identity of a case; everything else was measured."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")

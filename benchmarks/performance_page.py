@@ -85,7 +85,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "lm_head": _lm_head(_cases("lm_head")),
         },
         ROOT / "README.md": {
-            "served": _served_rates(_cases("served")),
+            "served": _served_rates([case for case in _cases("served") if _is_usual(case)]),
         },
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }
@@ -458,6 +458,11 @@ def _served_rates(cases: Cases) -> str:
     return table(["requests", "asked for", *SERVERS.values()], rows)
 
 
+def _is_usual(case: Case) -> bool:
+    """Tell whether each sample is a request of its own on the most used route, without candidates."""
+    return case["route"] == "completions" and case["logprobs"] in (None, 0) and not case["one_request"]
+
+
 def _served_gaps(cases: Cases) -> str:
     """Milliseconds between two parts of a stream, and tokens of a part."""
     rows = []
@@ -483,7 +488,7 @@ def _served_shares(cases: Cases) -> str:
 
 def _by_request(cases: Cases) -> dict[tuple[int, str], dict[str, Case]]:
     cells: dict[tuple[int, str], dict[str, Case]] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: int(case["requests"])):
         cells.setdefault((case["requests"], _request_words(case)), {})[case["variant"]] = case
     return cells
 
