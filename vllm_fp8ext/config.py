@@ -137,7 +137,9 @@ class Settings(BaseModel):
     executed."""
 
     native_update_seconds: float = Field(default=600.0, gt=0)
-    """An update by vLLM's weight transfer to which nothing happens for this long is abandoned."""
+    """An update by a trainer's own calls is abandoned when nothing happens to it for so long.
+
+    The engine ends if a call in a worker has begun to load, and then does nothing for this long."""
 
     dummy_weights: Literal["refuse", "serve"] = "refuse"
     """Answer of a server that was started with `--load-format dummy`: `refuse` requests until a full update has come, or

@@ -108,3 +108,19 @@ def test_an_engine_without_weights_in_its_trainers_process(tmp_path: Path) -> No
     assert "load_weights" in facts["a part"]
     assert facts["verified"] == 2
     assert facts["again"]
+
+
+@pytest.mark.fp8_kv
+def test_scales_of_the_kv_cache_come_among_the_tensors(tmp_path: Path) -> None:
+    """With the policy `provided`; in NeMo-RL's order of calls."""
+    facts = run_scenario("kv_loads_scenario.py", tmp_path, seconds=SECONDS)
+    for layer, kinds in facts["served"].items():
+        module = layer.removesuffix(".attn")
+        for kind, name in (("q", "attn.q_scale"), ("k", "k_scale"), ("v", "v_scale")):
+            assert set(kinds[kind]) == {facts["sent"][f"{module}.{name}"]}
+    assert (facts["source"], facts["weights"], facts["sampled"]) == ("trainer", True, 16)
+    assert "missing layers" in facts["none"]
+    assert "has no v" in facts["half"]
+    assert "expected numbers from" in facts["zero"]
+    assert facts["untouched"] == [True, 1]
+    assert facts["again"] != facts["served"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.errors import Failure, UpdateError
+from vllm_fp8ext.update.contract.kv_names import layer_scale
 from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
 from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
@@ -135,7 +136,7 @@ def test_what_is_wrong_on_any_rank_ends_the_update_on_all() -> None:
     failed = [tensors("b", staged=Failure(kind="out-of-memory", message="no", status=507))]
     assert refused(engine, tensors("b"), other=failed).kind == "out-of-memory"
     assert refused(engine, tensors("b"), other=[]).kind == "rank-mismatch"
-    assert [len({session for session, _ in core.permits[:count]}) for count in (2, 4, 5)] == [1, 2, 3]
+    assert [len({session for session, *_ in core.permits[:count]}) for count in (2, 4, 5)] == [1, 2, 3]
 
 
 def test_a_sender_that_begins_again_must_bring_everything() -> None:
@@ -168,7 +169,7 @@ def test_ranks_are_told_why_nothing_may_come() -> None:
     engine.loads.before()
     core.sleeps = True
     engine.loads.before()
-    assert [refusal and refusal["kind"] for _, refusal in core.permits] == ["update-open", None, "asleep"]
+    assert [refusal and refusal["kind"] for _, refusal, _ in core.permits] == ["update-open", None, "asleep"]
 
 
 def test_a_poisoned_engine_is_healed_by_a_whole_update() -> None:
@@ -179,3 +180,19 @@ def test_a_poisoned_engine_is_healed_by_a_whole_update() -> None:
     assert refused(engine, tensors("a", "b"), END).kind == "incomplete"
     call(engine, tensors(*NAMES), END)
     assert engine.committer.poisoned is None
+
+
+def test_scales_of_the_kv_cache_are_those_of_the_tensors_by_name() -> None:
+    layers = {"model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"}
+    at = "model.layers.1.self_attn"
+    expected = {
+        "k_scale": "k",
+        "attn.v_scale": "v",
+        "attn.q_scale": "q",
+        "kv_scale": "kv",
+        "k_proj.k_scale": "k",
+    }
+    for name, kinds in expected.items():
+        assert layer_scale(f"{at}.{name}", layers) == (f"{at}.attn", kinds)
+    for name in (f"{at}.k_proj.weight", "model.layers.7.self_attn.k_scale", "k_scale"):
+        assert layer_scale(name, layers) is None

@@ -66,6 +66,7 @@ class LoadEvent:
     """One call on a model. `call`: its name, or the tensor's that came again.
 
     `tensors`: `(name, shape, dtype)` as they came, `bytes` together; `staged`: what became of them, or why nothing did.
+    `kv_scales`: values of tensors that are named as scales of the KV cache.
     """
 
     kind: LoadKind
@@ -73,6 +74,7 @@ class LoadEvent:
     tensors: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
     bytes: int = 0
     staged: StagedTensors | Failure = field(default_factory=StagedTensors)
+    kv_scales: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,7 @@ class UpdateEngine:
             handle=self.handle,
             abandon=self.abandon,
             busy=self._busy,
+            kv=self.kv,
         )
         self.pauses = Pauses(core, self.committer, clock)
         self._operations: dict[Operation, Callable[..., Result]] = {

@@ -108,6 +108,11 @@ class KvEngine:
         """Largest values since the last commit: an update that is given up does not lose them."""
 
     @property
+    def policy(self) -> str:
+        """Return who computes scales where an update does not say."""
+        return self._settings.policy
+
+    @property
     def served(self) -> ScaleSet:
         """Return the served scales."""
         if self._served is None:

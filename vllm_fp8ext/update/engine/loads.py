@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.log_text import shown
+from vllm_fp8ext.update.contract.kv_names import layer_scale
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.operations import Operation, RankMethod
 from vllm_fp8ext.update.contract.rank_results import (
@@ -33,6 +34,7 @@ from vllm_fp8ext.update.contract.rank_results import (
 from vllm_fp8ext.update.contract.results import JobStarted, Progress, Result, Waiting
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.committer import Committer, Core
+from vllm_fp8ext.update.engine.kv_scales import KvEngine
 from vllm_fp8ext.update.engine.native_tensors import merged
 from vllm_fp8ext.update.engine.served_model import ServedModel
 from vllm_fp8ext.update.engine.session import Session
@@ -63,6 +65,7 @@ class LoadedUpdates:
         handle: Callable[[str, dict[str, Any]], Result],
         abandon: Callable[[str], object],
         busy: Callable[[], str | None],
+        kv: KvEngine,
     ) -> None:
         self._core = core
         self._committer = committer
@@ -72,6 +75,11 @@ class LoadedUpdates:
         self._handle = handle
         self._abandon = abandon
         self._busy = busy
+        self._kv = kv
+        self._provided = kv.enabled and kv.policy == "provided"
+        """True if the trainer brings the scales of the KV cache, among its tensors."""
+        self._scales: dict[str, dict[str, list[float]]] = {}
+        """Scales that have come, by layer and kind."""
         self._inplace = core.settings.staging == "inplace"
         self._id = uuid.uuid4().hex
         """Id of the update that is open, or will be."""
@@ -88,7 +96,8 @@ class LoadedUpdates:
         if session is not None and not session.live:
             self._id = uuid.uuid4().hex
         refused = self._refused()
-        permit = self._id, refused.as_dict() if refused else None
+        seconds = self._core.settings.native_update_seconds
+        permit = self._id, refused.as_dict() if refused else None, seconds
         if self._unavailable:
             return
         if self._inplace:
@@ -169,6 +178,7 @@ class LoadedUpdates:
         reason = f"{event.call} came again: every tensor must" if again else f"{event.call} begins it anew"
         logger.warning("fp8ext: what came of update %s is dropped: %s", session.id, shown(reason))
         session.restart(whole=again)
+        self._scales.clear()
 
     def _take_tensors(self, ranks: Sequence[LoadEvent]) -> UpdateError | None:
         """Enter one call's tensors; returns what is wrong with them."""
@@ -190,6 +200,8 @@ class LoadedUpdates:
             self._committer.wrote()
         if problems:
             return refusal(problems)
+        if self._provided:
+            self._take_scales(ranks[0].kv_scales)
         session.receive(key, specs, ranks[0].bytes)
         session.staged(key, [], summed(staged))
         return None
@@ -207,15 +219,27 @@ class LoadedUpdates:
             id=self._id,
             partial=not complete,
             base_epoch=None if complete else committer.live.epoch,
+            kv_scales={"policy": "static"}
+            if self._provided
+            else None,  # until those of the trainer are known
             through_pause=True,
         )
         session = self._updates.open(self._model.manifest(), request)
         session.lifetime = settings.native_update_seconds
         self._failure, self._completed, self._said_complete = None, False, False
+        self._scales.clear()
         when = f"a caller marks its end by {_MARKS}"
         when = f"every tensor has come, or {when}" if at_complete else when
         logger.info("fp8ext: load_weights has opened update %s; it is served when %s", session.id, when)
         return session
+
+    def _take_scales(self, scales: dict[str, list[float]]) -> None:
+        """Note scales that a call has brought; a tensor that names no layer of this model counts for none."""
+        for name, values in scales.items():
+            target = layer_scale(name, self._kv.served.scales)
+            if target is not None:
+                layer, kinds = target
+                self._scales.setdefault(layer, {}).update(dict.fromkeys(kinds, values))
 
     def _is_complete(self, session: Session) -> bool:
         """Tell whether an update ends by completeness; say once if one that is complete waits for its mark."""
@@ -242,6 +266,8 @@ class LoadedUpdates:
         session = self._session()
         assert session is not None
         session.check(self._committer.live.epoch)
+        if self._provided:
+            session.kv_request = self._kv.request({"policy": "provided", "scales": self._scales})
         while isinstance(
             self._finished(Operation.COMMIT, {"id": session.id, "caller": "load_weights"}), Waiting
         ):

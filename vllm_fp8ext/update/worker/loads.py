@@ -6,6 +6,7 @@ kept until then, not raised: a sender that waits for the end of its call would w
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from torch import Tensor
 from vllm_fp8ext.errors import Failure, ForeignLoadError, UpdateError
 from vllm_fp8ext.update.contract.dtype_name import dtype_name
 from vllm_fp8ext.update.contract.fused import taken_apart
+from vllm_fp8ext.update.contract.kv_names import is_kv_scale
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, SCALES, Manifest, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.rank_results import Accepted, Loaded, LoadEvent, LoadKind, StagedTensors
 from vllm_fp8ext.update.transports.memory import TensorMemory
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.shadow import Shadow
 from vllm_fp8ext.update.worker.spec_cache import SpecCache
+from vllm_fp8ext.update.worker.stalled_call import StalledCall
 from vllm_fp8ext.update.worker.worker_threads import WorkerThreads
 
 BATCH_BYTES = 256 << 20
@@ -42,6 +45,7 @@ class _Call:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     failure: Failure | None = None
     parts: set[str] = field(default_factory=set)
+    kv_scales: dict[str, list[float]] = field(default_factory=dict)
 
     def event(self) -> LoadEvent:
         staged = self.failure or StagedTensors(problems=self.problems, errors=self.errors)
@@ -51,6 +55,7 @@ class _Call:
             tensors=self.tensors,
             bytes=self.bytes,
             staged=staged,
+            kv_scales=self.kv_scales,
         )
 
 
@@ -78,17 +83,26 @@ class Loads:
         """True once a call has marked the end, until the engine asks."""
         self._came: set[str] = set()
         """Tensors of the update that earlier calls have brought, fused ones taken apart."""
+        self._stalled = StalledCall()
+        self._seconds = math.inf
 
-    def permit(self, session: str, refused: dict[str, Any] | None) -> Accepted:
-        """Take tensors for this update until `take`, or refuse them for a reason (`UpdateError.as_dict`)."""
+    def permit(self, session: str, refused: dict[str, Any] | None, seconds: float = math.inf) -> Accepted:
+        """Take tensors for this update until `take`, or refuse them for a reason (`UpdateError.as_dict`).
+
+        `seconds`: a call that has begun the update, and does nothing for so long, ends this process, unless the engine lives
+        in it.
+        """
         if session != self._session:
             self._came.clear()
-        self._session, self._permitted = session, True
+        self._session, self._permitted, self._seconds = session, True, seconds
+        if self._came:
+            self._expect_more()
         self._refused = Failure.of(UpdateError.from_dict(refused)) if refused is not None else None
         return Accepted()
 
     def take(self) -> Loaded:
         """Return what was called since the last permit, which ends with this."""
+        self._stalled.returned()
         events, self._events, self._ended, self._permitted = self._events, [], False, False
         return Loaded(events=events)
 
@@ -112,14 +126,20 @@ class Loads:
         with self._around("load_weights"):
             lent = not isinstance(weights, list | tuple)
             call, targets = _Call(), set[str]()
+            self._expect_more()
             try:
                 for batch in _batches(weights, self._device if lent else None):
                     with torch.device("cpu"):  # callers make the GPU the default
                         targets |= self._load(batch, call)
+                    self._expect_more()
             finally:
                 self._events.append(call.event())
                 self._came |= call.parts
             return targets
+
+    def _expect_more(self) -> None:
+        if self.around is nullcontext and self._seconds < math.inf:
+            self._stalled.expect(self._seconds)
 
     @contextmanager
     def _around(self, call: str) -> Iterator[None]:
@@ -146,6 +166,9 @@ class Loads:
         specs = [spec for spec, _ in tensors]
         call.tensors += [(spec.name, spec.shape, spec.dtype) for spec in specs]
         call.bytes += sum(tensor.nbytes for _, tensor in tensors)
+        for spec, tensor in tensors:
+            if is_kv_scale(spec.name) and spec.name not in manifest.tensors and len(spec.shape) <= 1:
+                call.kv_scales[spec.name] = tensor.detach().double().reshape(-1).tolist()
         brought = [name for name in manifest.parts(spec.name for spec in specs) if not manifest.ignores(name)]
         again = self._came.intersection(brought)
         if again and not call.parts:
