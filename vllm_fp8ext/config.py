@@ -137,7 +137,7 @@ class Settings(BaseModel):
     executed."""
 
     native_update_seconds: float = Field(default=600.0, gt=0)
-    """An update by a trainer's own calls is abandoned when nothing happens to it for so long.
+    """An update by a trainer's calls is abandoned after so long without any.
 
     The engine ends if a call in a worker has begun to load, and then does nothing for this long."""
 

@@ -11,7 +11,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.native.answers import Endpoint, body_of, choice, closed, flag
 from vllm_fp8ext.serve.native.worker_extension import require_method
-from vllm_fp8ext.serve.work import run_to_end
+from vllm_fp8ext.serve.work import outcome, run_to_end
 from vllm_fp8ext.update.contract.operations import Operation
 
 _MODES = ("abort", "wait", "keep")
@@ -125,14 +125,12 @@ class ControlRoutes:
             return closed("/collective_rpc is closed on a blockfp8 server without --worker-extension-cls")
         body = await body_of(request, "RpcBody", self._backend.bodies)
         await asyncio.to_thread(require_method, extension, body["method"])
-        call = client.collective_rpc(body["method"], None, tuple(body["args"]), body["kwargs"])
-        results: list[Any] = []
-
-        async def wait() -> dict[str, Any]:
-            results.extend(await call)
-            return {}
-
-        await run_to_end(wait())
+        call = self._backend.engine.collective_rpc(body["method"], tuple(body["args"]), body["kwargs"])
+        try:
+            results = await run_to_end(call)
+        except Exception:  # the poison guard knows before anybody is told
+            await outcome(self._backend.refresh_status())
+            raise
         self._backend.refresh_status_soon()
         return {"results": [r if r is None or isinstance(r, dict | list) else str(r) for r in results]}
 

@@ -35,6 +35,8 @@ NATIVE_KINDS = ("exception", "kill -9", "hang")
 NATIVE_POINTS = ("init", "open", "chunk", "staging", "prepare", "commit", "verify")
 """In `init_weight_transfer_engine`, `start_weight_update`, `update_weights` before and after it receives, and in the three
 steps of `finish_weight_update`."""
+LOAD_POINTS = ("between", "staging", "prepare", "commit", "verify")
+"""In a call of a worker extension: between two buckets, as the second is staged, and in the steps after its end."""
 DEADLINE_SECONDS = 15.0
 """Of servers whose engine is to hang: that is noticed after this long."""
 PATIENT_SECONDS = 120.0
@@ -48,7 +50,7 @@ UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "e
 class Cell:
     """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well.
     `experts`: in a mixture of experts, which the ranks share out. `native`: weights come by vLLM's weight transfer.
-    `processes`: API server processes."""
+    `processes`: API server processes. `loads`: weights come by `load_weights`, in a call of a worker extension."""
 
     kind: str
     point: str
@@ -57,9 +59,11 @@ class Cell:
     experts: bool = False
     native: bool = False
     processes: int = 1
+    loads: bool = False
 
     def __str__(self) -> str:
         on = f"TP {self.ranks}{', experts' if self.experts else ''}{', native' if self.native else ''}"
+        on += ", load_weights" if self.loads else ""
         on += f", {self.processes} API processes" if self.processes > 1 else ""
         return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
 
@@ -71,7 +75,7 @@ class Cell:
     @property
     def expected(self) -> str:
         """How it must end."""
-        if self.kind == "kill -9" or (self.kind == "hang" and self.point != "staging"):
+        if self.kind == "kill -9" or (self.kind == "hang" and (self.loads or self.point != "staging")):
             return DEAD
         return POISONED if self.lasting or self.point == "verify" else UNTOUCHED
 
@@ -92,15 +96,20 @@ NATIVE_CELLS = tuple(
     for point in NATIVE_POINTS
     for kind in NATIVE_KINDS
 )
+LOAD_CELLS = tuple(
+    Cell(kind, point, ranks, loads=True) for ranks in (1, 2) for point in LOAD_POINTS for kind in NATIVE_KINDS
+)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a cell ended. `answered`: seconds until every open call had its answer, and what the broken call got."""
+    """How a cell ended. `answered`: seconds until every open call had its answer, and what the broken call got. `deadline`:
+    `deadline_seconds` of its server."""
 
     end: str
     answer: str
     answered: float
+    deadline: float = DEADLINE_SECONDS
 
 
 class FaultyServer(Server):
@@ -118,6 +127,7 @@ class FaultyServer(Server):
         name = f"tp{ranks}-{time.monotonic_ns()}"
         self.fault = folder / f"{name}.json"
         self.ranks, self.experts = ranks, experts
+        self.deadline = deadline_seconds
         self.patience = deadline_seconds + GRACE_SECONDS
         """Seconds within which whatever happens has happened."""
         self.early, self.late = (mixture.EARLY, mixture.LATE) if experts else (EARLY, LATE)
@@ -126,13 +136,18 @@ class FaultyServer(Server):
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
             arguments += ("--enable-expert-parallel",) if experts else ()
         arguments += ("--api-server-count", str(processes)) if processes > 1 else ()
-        arguments += (*TRANSFER, *more)
+        arguments += (*TRANSFER, "--worker-extension-cls", "loading_worker.LoadingWorker", *more)
         super().__init__(
             self.early,
             folder / f"{name}.log",
             arguments=arguments,
-            settings={"deadline_seconds": deadline_seconds, "upload_idle_seconds": deadline_seconds},
-            variables={**variables(folder, "fp8ext_faults", ranks=ranks), "FP8EXT_FAULT": str(self.fault)}
+            settings={
+                "deadline_seconds": deadline_seconds,
+                "upload_idle_seconds": deadline_seconds,
+                "native_update_seconds": deadline_seconds,
+            },
+            variables=variables(folder, "fp8ext_faults", ranks=ranks, beside=["loading_worker"])
+            | {"FP8EXT_FAULT": str(self.fault)}
             | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"},
         )
 
@@ -148,7 +163,8 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
         if cell.point == "rollback":
             client.push(server.late, version="late")
     before = _state(server)
-    call = _ready_native(server, cell) if cell.native else _ready(server, cell)
+    ready = _ready_native if cell.native else _ready_loads if cell.loads else _ready
+    call = ready(server, cell)
     stream = Stream(server, tokens=200)
     server.fault.write_text(json.dumps(_fault(cell)))
     begun = time.monotonic()
@@ -169,15 +185,15 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
     elif cell.kind != "hang":
         _heal(server)
     assert cell.expected != UNTOUCHED or stream.finish == "length", f"{cell}: {stream.finish}"
-    return Ending(cell.expected, answer, answered)
+    return Ending(cell.expected, answer, answered, server.deadline)
 
 
 def _fault(cell: Cell) -> dict[str, Any]:
     renamed = {"commit": "exchange", "rollback": "exchange", "init": "chunk"}
     point = renamed.get(cell.point, cell.point)
     rank = 0 if cell.point == "open" else cell.ranks - 1
-    # `finish_weight_update` prepares as well, which takes one fingerprint
-    skip = int(cell.native and cell.point == "verify")
+    # what commits at once prepares as well, which takes one fingerprint
+    skip = int((cell.native or cell.loads) and cell.point == "verify")
     return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting, "skip": skip}
 
 
@@ -208,6 +224,29 @@ def _native_answer(trainer: Trainer, call: Callable[[], httpx.Response]) -> str:
             return "connection closed"
     assert reply.status_code >= 400, reply.text
     return f"{reply.status_code} {reply.json()['error']['type']}"
+
+
+def _ready_loads(server: FaultyServer, cell: Cell) -> Callable[[], str]:
+    """Return the call of a worker extension that is to break, and what it is answered."""
+    body = {
+        "method": "load_in_buckets",
+        "args": [str(server.late), 3, "process_weights_after_loading"],
+    }
+    headers = {"Authorization": f"Bearer {server.key}"}
+
+    def call() -> str:
+        try:
+            reply = httpx.post(
+                f"{server.url}/collective_rpc", json=body, headers=headers, timeout=server.patience
+            )
+        except httpx.TimeoutException:
+            raise AssertionError("no answer") from None
+        except httpx.HTTPError:
+            return "connection closed"
+        assert reply.status_code >= 400, reply.text
+        return f"{reply.status_code} {reply.json()['error']['type']}"
+
+    return call
 
 
 def _ready(server: FaultyServer, cell: Cell) -> Callable[[], str]:

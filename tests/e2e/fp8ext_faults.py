@@ -5,6 +5,7 @@
 away when the fault happens, unless it lasts.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -41,6 +42,10 @@ def register() -> None:
     _wrap(Rank, "run_canary", "prepare", lambda self: self.rank)
     _wrap(WeightSwap, "_swap", "exchange", lambda self: self.fault_rank, skip=2)
     _wrap(WeightSwap, "fingerprint", "verify", lambda self: self.fault_rank)
+    with contextlib.suppress(ImportError):
+        from loading_worker import LoadingWorker
+
+        _wrap(LoadingWorker, "between", "between", lambda self: self.rank)
 
 
 def _wrap(owner: Any, name: str, point: str, rank_of: Any, skip: int = 0) -> None:

@@ -20,6 +20,7 @@ from .fault_cells import (
     CELLS,
     DEAD,
     DEADLINE_SECONDS,
+    LOAD_CELLS,
     NATIVE_CELLS,
     PATIENT_SECONDS,
     Cell,
@@ -30,6 +31,7 @@ from .fault_cells import (
 
 REPRESENTATIVES = {
     Cell("exception", "chunk", 1, native=True),
+    Cell("exception", "between", 1, loads=True),
     Cell("out of memory", "prepare", 1),
     Cell("exception", "verify", 1),
     Cell("exception", "commit", 1, lasting=True),
@@ -41,7 +43,9 @@ REPRESENTATIVES = {
     Cell("hang", "commit", 1),
 }
 """Cells that `make test` has: on two servers. Of two API processes `test_api_processes.py` has one."""
-IN_ORDER = sorted((*CELLS, *NATIVE_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
+IN_ORDER = sorted(
+    (*CELLS, *NATIVE_CELLS, *LOAD_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang")
+)
 """Those that end their server last: the others share one."""
 SERVERS = (
     pytest.param((1, False, 1, PATIENT_SECONDS), id="TP 1"),

@@ -176,6 +176,16 @@ class EngineCalls:
         """
         await self._answer(self._client.wake_up(tags), "wake")
 
+    async def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a method on every worker (`AsyncLLM.collective_rpc`). It has no deadline.
+
+        Raises:
+            UpdateError: `engine-dead`, or what became of an update that the method brought.
+        """
+        call = self._client.collective_rpc(method, None, args, kwargs)
+        results: list[Any] = await self._answer(call, method)
+        return results
+
     async def call_until_drained(self, operation: Operation, **arguments: Any) -> Any:
         """Run `job` until running requests need not be waited for any more."""
         while True:
