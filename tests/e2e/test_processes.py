@@ -19,7 +19,7 @@ from vllm_fp8ext.demo.server import MODEL
 from vllm_fp8ext.shared_memory import FOLDER
 
 from .ask import Stream
-from .fault_cells import GRACE_SECONDS, FaultyServer
+from .fault_cells import GRACE_SECONDS, PATIENT_SECONDS, FaultyServer
 
 SHUTDOWN_SECONDS = 20
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
@@ -31,11 +31,12 @@ def test_a_killed_server_its_shared_memory_and_a_server_that_is_told_to_end(
     bystander = Path(FOLDER, f"psm_{secrets.token_hex(4)}")
     bystander.touch()
     try:
-        with FaultyServer(tmp_path, 2) as server:
+        with FaultyServer(tmp_path, 2, deadline_seconds=PATIENT_SECONDS) as server:
             server.wait()
             left = _killed(server, ended)
         assert all(segment.exists() for segment in left)
-        with FaultyServer(tmp_path, 1, False, "--shutdown-timeout", str(SHUTDOWN_SECONDS)) as server:
+        told = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
+        with FaultyServer(tmp_path, 1, False, *told, deadline_seconds=PATIENT_SECONDS) as server:
             server.wait()
             assert not any(segment.exists() for segment in left)
             assert bystander.exists()

@@ -14,7 +14,7 @@ from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 
 from .ask import ATTEMPTS, Stream, complete, metrics
-from .conftest import on_early
+from .conftest import FIRST, SECOND, on_early
 
 
 def _prepared(client: Any, checkpoint: Path, **options: Any) -> str:
@@ -37,6 +37,7 @@ def _versions(stream: Stream) -> list[str]:
     return [span["version"] for span in stream.weight_versions]
 
 
+@SECOND
 def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server):
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         id = _prepared(client, LATE, running="wait", wait_seconds=60)
@@ -52,10 +53,11 @@ def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server)
         assert complete(server, "1+1=", 2)["choices"][0]["weight_versions"][0]["version"] == "late"
 
 
+@FIRST
 def test_waiting_has_a_deadline(server: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=0.2)
-        stream = Stream(server, tokens=700)
+        stream = Stream(server, tokens=400)
         refused = _refusal(lambda: client.commit(id))
         if refused is None:
             stream.wait()
@@ -77,7 +79,7 @@ def test_waiting_has_a_deadline(server: Server):
 def test_abandoning_an_update_ends_its_wait(single: Server):
     def attempt() -> bool:
         id = _prepared(client, LATE, running="wait", wait_seconds=60)
-        stream = Stream(single, tokens=700)
+        stream = Stream(single, tokens=400)
         commit = pool.submit(other.commit, id)
         refused = _refusal(lambda: client.abandon(id))
         if refused is not None:
@@ -150,7 +152,7 @@ def test_what_metrics_tell(single: Server):
             time.sleep(5.5)
             before = told()
             id = _prepared(client, LATE)
-            stream = Stream(single, tokens=700)
+            stream = Stream(single, tokens=400)
             client.commit(id)
             stream.wait()
             if not stream.came_too_early:

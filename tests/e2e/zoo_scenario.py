@@ -127,7 +127,7 @@ def same_floats(one: list[Any], other: list[Any]) -> bool:
 
 LONG = [5 + 7 * place % 90 for place in range(700)]
 """A prompt of several blocks of the cache, whose states are cached, too."""
-BESIDE = 600
+BESIDE = 450
 """Tokens of a request that runs during a commit."""
 
 

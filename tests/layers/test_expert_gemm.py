@@ -58,9 +58,18 @@ def by_slot(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kernel", ["triton", "deep_gemm"])
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize(
+    ("tokens", "remote", "kernel"),
+    [
+        pytest.param(
+            *(tokens, remote, kernel),
+            marks=pytest.mark.full if tokens == 70 and remote == (kernel == "triton") else (),
+        )
+        for tokens in (1, 5, 70)
+        for remote in (False, True)
+        for kernel in ("triton", "deep_gemm")
+    ],
+)
 def test_tokens_find_their_experts_and_back(
     tokens: int, remote: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,12 @@
 """The committed OpenAPI document against the routes."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python.processes import run
 
 from vllm_fp8ext.update.transports.registry import TRANSPORTS
 
@@ -22,7 +22,7 @@ OPERATIONS = {
 
 def test_the_document_is_up_to_date() -> None:
     line = [sys.executable, "-P", str(PROJECT / "scripts" / "openapi"), "--check"]
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
