@@ -40,7 +40,7 @@ def _versions(stream: Stream) -> list[str]:
 @SECOND
 def test_waiting_lets_running_requests_finish_and_holds_new_ones(server: Server):
     with server.client() as client, ThreadPoolExecutor(1) as pool:
-        id = _prepared(client, LATE, running="wait", wait_seconds=60)
+        id = _prepared(client, LATE, running="wait", wait_seconds=240)
         stream = Stream(server, tokens=300)
         pushed = pool.submit(client.commit, id)
         while not pushed.done() and stream.running:
