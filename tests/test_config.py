@@ -197,10 +197,15 @@ def test_every_field_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("section", "taken"),
-    [({}, True), ({"decode_attention": False}, False), ({"batch_invariant": True}, False)],
+    [
+        ({}, True),
+        ({"decode_attention": "all"}, True),
+        ({"decode_attention": False}, False),
+        ({"batch_invariant": True}, False),
+    ],
 )
 def test_attention_of_our_own_is_taken_unless_batches_must_not_matter(
-    section: dict[str, bool], taken: bool
+    section: dict[str, Any], taken: bool
 ) -> None:
     assert KernelSettings(**section).takes_decode_attention is taken
 

@@ -109,8 +109,9 @@ class KernelSettings(BaseModel):
     experts: ExpertSettings = ExpertSettings()
     """Kernels for mixtures of experts."""
 
-    decode_attention: bool = True
-    """Requests with one new token attend by our own kernel, where it takes the layers; else all by vLLM's."""
+    decode_attention: bool | Literal["all"] = True
+    """Requests with one new token attend by our own kernel, where it takes the layers; else all by vLLM's. It takes heads of
+    128, and with `"all"` heads of 64, 96 and 256, windows, soft caps and sinks too, which were not tried in engines."""
 
     norm_rope: bool = True
     """Fuse norms of heads, rotary embedding and the quantization of queries, in compiled graphs. Where our kernel does not
@@ -163,7 +164,7 @@ class KernelSettings(BaseModel):
     @property
     def takes_decode_attention(self) -> bool:
         """Our own cuts contexts by what a step has of them: by nothing that is the same for every batch."""
-        return self.decode_attention and not self.batch_invariant
+        return bool(self.decode_attention) and not self.batch_invariant
 
     @property
     def takes_decode_step_reuse(self) -> bool:

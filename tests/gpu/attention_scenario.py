@@ -121,7 +121,7 @@ def main(mode: str, folder: str, facts: str) -> None:
             "fp8ext": {
                 **({} if plain else {"kv_scales": "calibrate"}),
                 "kernels": {
-                    "decode_attention": "flash" not in mode,
+                    "decode_attention": "flash" not in mode and "all",
                     "quantized_attention": mode != "unquantized",
                     "graph_tokens": 1024 if mode in ("longer", "short") else 0,
                     "mixed_full_cudagraph": mode != "longer",

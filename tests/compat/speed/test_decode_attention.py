@@ -166,6 +166,8 @@ def test_layers_of_one_engine_share_a_kernel_and_those_of_others_do_not(
     given.impl.sliding_window = 127, 0
     decode_attention.attach(given, of, engines[0], "fp32")
     assert used[-1][0] is not first, "layers with a window have another"
+    assert not decode_attention.attach(given, of, engines[0], "fp32", every=False)
+    assert len(used) == 5, "windows have to be asked for"
     vars(given).update(head_size=96, head_size_v=96)
     assert not decode_attention.attach(given, of, engines[0], "fp32")
     assert [form for _, form in used] == ["fp32"] * 5 + [None], "of which outputs can't be quantized"
@@ -410,7 +412,7 @@ def test_graphs_are_joined_where_every_layer_is_ours(
 ) -> None:
     answers, asked = iter(taken), []
     monkeypatch.setattr(decode_attention, "Attention", torch.nn.Linear)
-    monkeypatch.setattr(decode_attention, "attach", lambda *_: next(answers))
+    monkeypatch.setattr(decode_attention, "attach", lambda *_, **__: next(answers))
     monkeypatch.setattr(fusion_attention, "configure", lambda *args: asked.append(args))
     of = SimpleNamespace(additional_config={"fp8ext": {"kernels": {"quantized_attention": wanted}}})
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in taken)

@@ -61,7 +61,8 @@ def attach_all(model: nn.Module, config: Any) -> None:
     form = settings.scale_format if settings.kernels.quantized_attention and fuses else None
     kernels: Kernels = {}
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
-    quantizing = [attach(layer, config, kernels, form) for layer in layers]
+    every = settings.kernels.decode_attention == "all"
+    quantizing = [attach(layer, config, kernels, form, every=every) for layer in layers]
     if fuses:
         from vllm_fp8ext.compat.graphs import fusion_attention
 
@@ -69,14 +70,20 @@ def attach_all(model: nn.Module, config: Any) -> None:
             fusion_attention.configure(each, form if quantizing and all(quantizing) else None)
 
 
-def attach(layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None) -> bool:
+def attach(
+    layer: Attention, config: Any, kernels: Kernels, form: ScaleFormat | None = None, *, every: bool = True
+) -> bool:
     """Give a layer the kernel, if it computes such layers, and say so.
+
+    Without `every` these are heads of 128 that attend to all before them, without soft caps and sinks.
 
     Layers of a shape, which run one after the other, share a kernel; those of another engine, whose memory may be given
     back, do not. It is compiled here: seconds, once on a machine. `form`: as of `replace_attention`. Tells whether the layer
     has a kernel that can quantize its outputs.
     """
     reason, kernel = unsupported_reason(layer, config), None
+    if reason is None and not every and kind_of(layer) != AttentionKind():
+        reason = f'{kind_of(layer)}, which kernels.decode_attention "all" takes'
     if reason is None:
         requests = max(
             config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0
