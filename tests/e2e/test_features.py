@@ -25,6 +25,7 @@ GONE = {
     "decode_step_reuse": "batch_desc",
     "flat_answers": "_create_tokens_logprobs",
     "flat_logprobs": "_update_sample_logprobs",
+    "fp32_head": "head_dtype",
     "fusion": "hash_source",
     "json_responses": "JSONResponse",
     "warmup": "_generate_optimal_warmup_m_values",
