@@ -38,7 +38,6 @@ REPRESENTATIVES = {
     Cell("exception", "staging", 2, experts=True),
     Cell("exception", "commit", 2, experts=True),
     Cell("exception", "rollback", 2, experts=True),
-    Cell("hang", "staging", 1),
     Cell("kill -9", "staging", 2, experts=True),
     Cell("hang", "commit", 1),
 }
@@ -190,6 +189,7 @@ def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
         server.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", IMPATIENT)
 def test_an_engine_that_is_stopped_in_a_commit_is_ended(faulty: Servers, key: Key) -> None:
     """Its own watchdog is stopped with it."""
