@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from vllm.logprobs import FlatLogprobs
@@ -70,6 +70,7 @@ def _clamped(logprobs: list[float]) -> list[float]:
     return [LOWEST if value < LOWEST else value for value in logprobs]
 
 
+@cache
 def _maker(model: Any, *names: str) -> Callable[..., Any]:
     """Return what makes objects of a pydantic model, unchecked.
 
@@ -83,8 +84,8 @@ def _maker(model: Any, *names: str) -> Callable[..., Any]:
     def make(**values: Any) -> Any:
         one = new(model)
         put(one, "__dict__", values | defaults if defaults else values)
-        put(one, "__pydantic_fields_set__", given)
-        put(one, "__pydantic_extra__", extra)
+        put(one, "__pydantic_fields_set__", given.copy())
+        put(one, "__pydantic_extra__", None if extra is None else {})
         put(one, "__pydantic_private__", None)
         return one
 
