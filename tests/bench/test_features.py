@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a feature gains: engines with all features beside one without it."""
+"""The gain of a feature: engines with all features beside one without it."""
 
 import json
 import sys

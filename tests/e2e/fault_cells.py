@@ -38,9 +38,9 @@ steps of `finish_weight_update`."""
 LOAD_POINTS = ("between", "staging", "prepare", "commit", "verify")
 """In a call of a worker extension: between two buckets, as the second is staged, and in the steps after its end."""
 DEADLINE_SECONDS = 15.0
-"""Of servers whose engine is to hang: that is noticed after this long."""
+"""Deadline of servers whose engine is to hang: that is noticed after this long."""
 PATIENT_SECONDS = 120.0
-"""Of the others, whose engine goes on, or is gone at once: on a busy machine a step may take long."""
+"""Deadline of the others: on a busy machine a step may take long. Their engine goes on, or is gone at once."""
 GRACE_SECONDS = 60.0
 """Beyond the deadline: vLLM's own way out, on a machine with little to spare."""
 UNTOUCHED, POISONED, DEAD = "untouched", "poisoned, healed by a full update", "engine dead"
@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def deadline_seconds(self) -> float:
-        """Of its server."""
+        """Return the deadline of its server."""
         return self.ranks * DEADLINE_SECONDS if self.kind == "hang" else PATIENT_SECONDS
 
     @property

@@ -20,8 +20,11 @@ from .vision import has_torchvision
 REPRESENTATIVE = "gpt-oss"
 """The family that `make test` has."""
 FP8_NOISE = {"GraniteMoE": 0.25}
-"""By how much of the logits' spread answers may be off, where that is more than 0.12: in transformers, with weights and
-activations of FP8's reference numerics, this model is off by 0.07 to 0.18 of it, as the weights are drawn."""
+"""Shares of the logits' spread by which answers may be off, where that is more than 0.12.
+
+In transformers, with weights and activations of FP8's reference numerics, this model is off by 0.07 to 0.18 of it, as the
+weights are drawn.
+"""
 IN_16_BITS = ("gpt-oss", "gpt-oss on two ranks")
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 

@@ -28,7 +28,7 @@ from .conftest import OPTIONS
 from .plugins import HERE, variables
 
 RAY = Path(sys.prefix) / "ray"
-"""Where Ray lies, out of sight of vLLM."""
+"""Folder of Ray, out of sight of vLLM."""
 SECONDS = 300.0
 pytestmark = [
     pytest.mark.full,

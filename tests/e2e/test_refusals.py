@@ -49,7 +49,7 @@ def pair_unchanged(pair: Server):
 
 
 LEFT: dict[str, dict[str, Any]] = {}
-"""By the address of a server, how the last test left it."""
+"""State in which the last test left a server, by its address."""
 
 
 def _left_as_it_was(server: Server):

@@ -24,9 +24,9 @@ from .ask import ATTEMPTS, Stream, complete, metric
 from .conftest import FIRST
 
 TOKENS = 300
-"""Of a request that a commit meets; enough that it still runs then."""
+"""Tokens of a request that a commit meets; enough that it still runs then."""
 MANY_TOKENS = 500
-"""Of one that several commits meet."""
+"""Tokens of a request that several commits meet."""
 BEAM_TOKENS = 60
 """Of a beam search, each of whose tokens is two requests."""
 BLOCK = 32
