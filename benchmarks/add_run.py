@@ -4,9 +4,9 @@
     python benchmarks/add_run.py benchmarks/results/rollout_h200.json rollout.json [more.json …] [--note TEXT]
 
 Each new file is a run, or several: where they come from goes to the end of `runs`, and a case replaces the last one that
-says the same of `IDENTITY`, or comes last. Runs that no case is of any more are dropped, and `provenance` is that of the
-newest. A file with cases that this does not tell apart is refused. Where a run had no BF16 beside it, or that was replaced,
-`--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
+says the same of `IDENTITY`, or comes last. A file that is not there is made. Runs that no case is of any more are dropped,
+and `provenance` is that of the newest. A file with cases that this does not tell apart is refused. Where a run had no BF16
+beside it, or that was replaced, `--bf16` gives `ratio_bf16` against the BF16 of another run, and the note should say so.
 """
 
 import argparse
@@ -18,9 +18,11 @@ from typing import Any
 IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
-    *("route", "logprobs", "streamed", "one_request"),
+    *("route", "logprobs", "streamed", "one_request", "feature"),
 )
 """Identity of a case; everything else was measured."""
+NOTHING = '{\n  "cases": []\n}'
+"""What a file of results has before its first run."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")
 """What a case and its BF16 have in common."""
 
@@ -38,7 +40,7 @@ def main() -> None:
         help="ratio_bf16 against the BF16 that is in the results, of another run or not",
     )
     options = parser.parse_args()
-    text = options.results.read_text()
+    text = options.results.read_text() if options.results.exists() else NOTHING
     results = json.loads(text)
     for file in options.measured:
         try:

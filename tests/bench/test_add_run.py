@@ -47,6 +47,16 @@ def added(add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, *line: str | Pat
     return loaded
 
 
+def test_a_first_run_makes_the_file_of_features_one_at_a_time(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured, results = tmp_path / "measured.json", tmp_path / "features.json"
+    measured.write_text(json.dumps(run("a", *({**BASE, "feature": name, "on": 2.0} for name in "ab"))))
+    after = added(add_run, monkeypatch, results, measured)
+    assert [case["feature"] for case in after["cases"]] == ["a", "b"]
+    assert after["provenance"] == after["runs"][0]
+
+
 def test_what_was_found_does_not_tell_cases_apart(
     add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]
 ) -> None:
