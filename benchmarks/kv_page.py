@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from vllm_fp8ext.bench.pages import fill, table
+from vllm_fp8ext.bench.pages import STYLE, fill, save_picture, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,7 +34,7 @@ Cases = list[dict[str, Any]]
 
 
 def main() -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
+    matplotlib.rcParams.update(STYLE)
     _picture(_cases("kv_accuracy"))
     _long_picture([case for case in _long_cases() if case["model"] == "Qwen3-8B"])
     fill(PAGE, tables())
@@ -144,7 +144,7 @@ def _long_picture(cases: Cases) -> None:
     axis.set_ylim(0, 2.6)
     axis.legend(loc="upper left", ncols=4, frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(IMAGES / "kv_long.svg", metadata={"Date": None})
+    save_picture(figure, IMAGES / "kv_long.svg")
 
 
 def _series(cases: Cases) -> dict[str, dict[tuple[str, str], Cases]]:
@@ -215,7 +215,7 @@ def _picture(cases: Cases) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=-(-len(labels) // 2), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.13, 1, 1))
-    figure.savefig(IMAGES / "kv_accuracy.svg", metadata={"Date": None})
+    save_picture(figure, IMAGES / "kv_accuracy.svg")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from vllm_fp8ext.bench.pages import fill, table
+from vllm_fp8ext.bench.pages import BLUE, FAINT, INK, STYLE, fill, save_picture, table
 from vllm_fp8ext.config import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ Cases = list[Case]
 
 
 def main() -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "fp8ext"  # the same picture from the same numbers
+    matplotlib.rcParams.update(STYLE)
     _kernels_picture(_cases("kernels"))
     _rollout_picture(_engine_cases())
     for page, page_tables in tables().items():
@@ -395,7 +395,7 @@ def _order(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def _kernels_picture(cases: Cases) -> None:
     shapes = _shapes(cases, "decode_gemm")
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(14, 3.6), sharey=True)
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(12, 3.9), sharey=True)
     for axis, shape in zip(axes, shapes, strict=True):
         for variant, label in DECODE.items():
             points = [
@@ -404,13 +404,13 @@ def _kernels_picture(cases: Cases) -> None:
                 if case["m"] in TOKENS
             ]
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.axhline(1, color=FAINT, linewidth=0.8)
         axis.set(title=_shape(shape), xscale="log", xlabel="tokens", ylim=(0, 2.5))
         axis.set_xticks(TOKENS, [str(m) for m in TOKENS])
     axes[0].set_ylabel("speed of cuBLAS BF16")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
-    figure.savefig(IMAGES / "kernels.svg", metadata={"Date": None})
+    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    save_picture(figure, IMAGES / "kernels.svg")
 
 
 def _rollout_picture(cases: Cases) -> None:
@@ -419,25 +419,33 @@ def _rollout_picture(cases: Cases) -> None:
     for group in _groups(cases):
         base = group["bf16"]
         panels.setdefault(f"{base['model']}, KV {_kv(base)}", []).append(group)
-    widths = [len(groups) + 0.5 for groups in panels.values()]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 4), sharey=True, width_ratios=widths)
-    for axis, (title, groups) in zip(axes, panels.items(), strict=True):
+    figure, axes = pyplot.subplots(2, -(-len(panels) // 2), figsize=(12, 5.6), sharey=True)
+    for axis, (title, groups) in zip(axes.flat, panels.items(), strict=False):
         for offset, variant in enumerate(ENGINES):
             places = [at + 0.4 * offset - 0.2 for at, group in enumerate(groups) if variant in group]
             ratios = [group[variant]["ratio_bf16"] for group in groups if variant in group]
-            bars = axis.bar(places, ratios, width=0.38, color=f"C{offset}", label=variant)
-            axis.bar_label(bars, fmt="%.2f", fontsize=7)
-        axis.axhline(1, color="gray", linewidth=0.8)
-        names = [
-            f"{base['requests']}\n{base['input']}/{base['output']}" for base in (g["bf16"] for g in groups)
-        ]
-        axis.set_xticks(range(len(names)), names, fontsize=6)
-        axis.set_title(title, fontsize=9)
-    axes[0].set_ylabel("output tokens/s of BF16's")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
-    figure.supxlabel("requests, tokens in/out", y=0.07, fontsize=8)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(IMAGES / "rollout.svg", metadata={"Date": None})
+            bars = axis.bar(places, ratios, width=0.38, color=(FAINT, BLUE)[offset], label=variant)
+            axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=1)
+        axis.axhline(1, color=INK, linewidth=0.8)
+        names = [_asked(group["bf16"]) for group in groups]
+        axis.set_xticks(range(len(names)), names, fontsize=8)
+        axis.tick_params(axis="x", length=0)
+        axis.set_title(title, fontsize=10, loc="left")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("multiples of BF16's\noutput tokens/s", fontsize=9)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower right", ncols=2, frameon=False)
+    figure.supxlabel("requests at once (tokens in/out, where not 1,024 each)", fontsize=10)
+    figure.tight_layout()
+    save_picture(figure, IMAGES / "rollout.svg")
+
+
+def _asked(case: Case) -> str:
+    """Name a case: its requests, and its tokens unless they are 1,024 each."""
+    usual = (case["input"], case["output"]) == (1024, 1024)
+    return str(case["requests"]) if usual else f"{case['requests']}\n{case['input']}/{case['output']}"
 
 
 def _served_rates(cases: Cases) -> str:

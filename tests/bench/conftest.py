@@ -48,6 +48,11 @@ def performance_page() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return script("pictures")
+
+
+@pytest.fixture(scope="module")
 def add_run() -> ModuleType:
     return script("add_run")
 

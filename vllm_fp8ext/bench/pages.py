@@ -1,9 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages with tables that are made from results."""
+"""Pages with tables and pictures that are made from results."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+INK, PAPER, FAINT = "#1b1f24", "#fefefe", "#8c959f"
+"""Colours of text, ground and guides in the light theme."""
+BLUE, ORANGE = "#2f81f7", "#e8590c"
+"""Colours that both themes show well."""
+_NIGHT = {INK: "#e6edf3", PAPER: "#0d1117", FAINT: "#6e7681"}
+STYLE = {
+    "svg.hashsalt": "fp8ext",  # the same picture from the same numbers
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
+"""Settings of matplotlib for pictures that `save_picture` writes."""
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -24,3 +44,16 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
         )
         assert count == 1, name
     page.write_text(text)
+
+
+def save_picture(figure: Any, file: Path) -> None:
+    """Write a figure of matplotlib as SVG: text and ground follow the reader's light or dark theme."""
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.read_text()
+    for number, day in enumerate(_NIGHT):
+        # a viewer that knows no variables takes the first of the two
+        text = re.sub(rf"(fill|stroke): {day}", rf"\1: {day}; \1: var(--c{number})", text)
+    days = "".join(f"--c{number}:{day};" for number, day in enumerate(_NIGHT))
+    nights = "".join(f"--c{number}:{night};" for number, night in enumerate(_NIGHT.values()))
+    style = f"<style>svg{{{days}}}@media(prefers-color-scheme:dark){{svg{{{nights}}}}}</style>"
+    file.write_text(re.sub(r"(<svg [^>]*>)", rf"\1\n {style}", text, count=1))
