@@ -4,6 +4,7 @@
 import sys
 
 from vllm_fp8ext.compat.features import is_available
+from vllm_fp8ext.compat.speed.collector import look_less_often
 from vllm_fp8ext.config import ServingSettings
 
 FEATURE: str = "core"
@@ -36,6 +37,7 @@ def install(settings: ServingSettings) -> None:
 
 def install_answers() -> None:
     """Have the API server of this process make answers of flat logprobs, and write fast. Idempotent."""
+    look_less_often()
     if is_available("flat_answers"):
         from vllm_fp8ext.compat.speed import flat_answers
 
