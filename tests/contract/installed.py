@@ -41,6 +41,7 @@ from vllm_fp8ext.compat.update import (
     cpu_conv,
     encoder_layers,
     engine_core,
+    latent_cache,
     latent_weights,
     native_methods,
     owner_process,
@@ -58,7 +59,7 @@ def install_all() -> None:
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
         *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
-        latent_weights,
+        *(latent_weights, latent_cache),
     ):
         module.install()
     beam_versions.install_offline()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.v1.attention.backend import MLAAttentionImpl
 
-from vllm_fp8ext.compat.update import latent_weights
+from vllm_fp8ext.compat.update import latent_cache, latent_weights
 from vllm_fp8ext.compat.update.shadow_attention import _cached, _expanded, causal_attention
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.layers.latent_attention import derive, split_heads, up_projection
@@ -105,3 +106,19 @@ def test_what_is_calibrated_is_what_decoding_multiplies() -> None:
     _, up = split_heads(up_projection(layer.kv_b_proj, torch.float32), layer)
     found = torch.bmm(out.transpose(0, 1), up).transpose(0, 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_of_one_is_not_left_out_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 passes `skip_scale`, earlier ones do not know it; a graph would keep it when the scale is another."""
+    told: list[Any] = []
+
+    def do_kv_cache_update(self: Any, *arguments: Any, skip_scale: bool = False) -> None:
+        told.append((arguments, skip_scale))
+
+    monkeypatch.setattr(MLAAttentionImpl, "do_kv_cache_update", do_kv_cache_update)
+    latent_cache.install()
+    arguments = *(torch.zeros(1) for _ in range(4)), "fp8", torch.ones(())
+    cache: Any = MLAAttentionImpl.do_kv_cache_update
+    cache(None, *arguments)
+    cache(None, *arguments, True)
+    assert told == [(arguments, False), (arguments, False)]

@@ -67,13 +67,14 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     if current_platform.is_cpu():
         cpu_conv.install()
 
-    from vllm_fp8ext.compat.update import encoder_layers, latent_weights
+    from vllm_fp8ext.compat.update import encoder_layers, latent_cache, latent_weights
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
     from vllm_fp8ext.compat.update.mxfp4_checkpoints import dequantized_mxfp4
     from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
 
     encoder_layers.install()
     latent_weights.install()
+    latent_cache.install()
     settings, on_gpu = Settings.parse(config.additional_config), current_platform.is_cuda()
     runner = worker.model_runner
     original = runner.load_model
