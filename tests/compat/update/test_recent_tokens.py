@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.compat.update.core_access import CoreAccess
-from vllm_fp8ext.compat.update.recent_tokens import RecentTokens
+from vllm_fp8ext.compat.update.recent_tokens import RecentTokens, attach
+from vllm_fp8ext.config import Settings
 
 
 class Cache:
@@ -81,10 +82,10 @@ def test_the_oldest_are_forgotten_once_the_others_are_enough() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "remembered"),
-    [("calibrate", [[1, 2]]), ("history", [[1, 2]]), ("provided", [[1, 2]]), ("static", [])],
+    [("calibrate", [[3], [1, 2]]), ("history", [[3], [1, 2]]), ("provided", [[3], [1, 2]]), ("static", [])],
 )
 def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered: list[list[int]]) -> None:
-    """With static scales nothing ever is."""
+    """Before its first update, too. With static scales nothing ever is."""
     cache = Cache()
     scheduler = SimpleNamespace(set_pause_state=None, kv_cache_manager=cache)
     config = SimpleNamespace(
@@ -103,6 +104,8 @@ def test_an_engine_remembers_what_may_be_calibrated_with(policy: str, remembered
         add_request=None,
         _attach_weight_version=None,
     )
-    access = CoreAccess(core)
+    attach(core, Settings.parse(config.additional_config))
     cache.end(1, 2)
+    access = CoreAccess(core)
+    cache.end(3)
     assert access.recent_tokens() == remembered

@@ -23,7 +23,6 @@ from vllm_fp8ext.compat.update.recent_tokens import RecentTokens
 from vllm_fp8ext.compat.update.refused_requests import RefusedRequests
 from vllm_fp8ext.compat.update.watchdog import Watchdog
 from vllm_fp8ext.config import METHOD, Settings
-from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import RankReply, RankResult
@@ -100,10 +99,7 @@ class CoreAccess:
         self._refused: RefusedRequests | None = None
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
-        self._recent: RecentTokens | None = None
-        scales = self.settings.kv_scales
-        if scales is not None and scales.policy != "static" and self.quantization == METHOD:
-            self._recent = RecentTokens(core.scheduler.kv_cache_manager, scales.tokens, PROMPT_TOKENS)
+        self._recent: RecentTokens | None = getattr(core, "fp8ext_recent_tokens", None)
 
     def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]:
         """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each.

@@ -5,6 +5,8 @@ from collections import deque
 from typing import Any
 
 from vllm_fp8ext.compat.wrapping import wrap_instance
+from vllm_fp8ext.config import Settings
+from vllm_fp8ext.update.contract.kv_tokens import PROMPT_TOKENS
 
 FEATURE: str = "core"
 WHY: str = (
@@ -21,6 +23,14 @@ USES: dict[str, tuple[str, ...]] = {
 }
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM tells plugins of finished requests"
+
+
+def attach(core: Any, settings: Settings) -> None:
+    """Let an engine core remember from its first request on what may be calibrated with; with static scales nothing is."""
+    scales = settings.kv_scales
+    if scales is not None and scales.policy != "static":
+        manager = core.scheduler.kv_cache_manager
+        core.fp8ext_recent_tokens = RecentTokens(manager, scales.tokens, PROMPT_TOKENS)
 
 
 class RecentTokens:
