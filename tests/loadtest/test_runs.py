@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from vllm_fp8ext.environment import ADMIN_KEY, API_KEY
 from vllm_fp8ext.loadtest.command import LOCUSTFILE
 from vllm_fp8ext.loadtest.weight_updates import Pusher
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timeout(1800)
 INTERVAL = 0.02
+LONGER = (1, 5, 25)
+"""How much longer than on a free machine a run may be, where too little came of a shorter one."""
 
 
 class Trivial:
@@ -32,16 +34,16 @@ class Trivial:
 
     def __init__(self, port: int, *program: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        line = [
-            sys.executable,
-            *(program or ("-m", "vllm_fp8ext.loadtest.trivial_server")),
-            "--port",
-            str(port),
-        ]
-        self.process = subprocess.Popen([*line, "--interval", str(INTERVAL)])
-        for _ in range(200):
+        program = program or ("-m", "vllm_fp8ext.loadtest.trivial_server")
+        self._line = [sys.executable, *program, "--port", str(port), "--interval", str(INTERVAL)]
+        self.start()
+
+    def start(self) -> None:
+        """Start it; returns once it answers."""
+        self.process = subprocess.Popen(self._line)
+        while self.process.poll() is None:
             try:
-                httpx.get(f"{self.url}/version")
+                httpx.get(f"{self.url}/version", trust_env=False)
                 return
             except httpx.HTTPError:
                 time.sleep(0.05)
@@ -85,10 +87,10 @@ def unused_port() -> int:
     return free_port()
 
 
-def load(url: str, folder: Path, *more: str, seconds: float = 300) -> tuple[int, dict[str, Any], str]:
+def load(url: str, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and output of `fp8ext bench load`."""
     line = [sys.executable, "-m", "vllm_fp8ext.cli", "bench", "load", "--url", url, "--report", str(folder)]
-    done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=900)
     report = folder / "report.json"
     return (
         done.returncode,
@@ -97,18 +99,52 @@ def load(url: str, folder: Path, *more: str, seconds: float = 300) -> tuple[int,
     )
 
 
+def load_until(
+    enough: Callable[[dict[str, Any]], bool],
+    server: Trivial,
+    folder: Path,
+    seconds: int,
+    *more: str,
+    prepare: Callable[[], object] = lambda: None,
+) -> tuple[int, dict[str, Any], str]:
+    """As `load`, for so many seconds; for more where other work had the machine until there was not `enough` measured.
+
+    `prepare` is called before each run, which has a server that has just started.
+    """
+    for factor in LONGER:
+        if factor > LONGER[0]:
+            server.stop()
+            server.start()
+            shutil.rmtree(folder, ignore_errors=True)
+        prepare()
+        start = time.monotonic()
+        code, report, said = load(server.url, folder, "--time", f"{factor * seconds}s", *more)
+        assert time.monotonic() - start < factor * seconds + 300
+        if report and enough(report["measured"]):
+            break
+    assert report, said
+    return code, report, said
+
+
+def well_answered(measured: dict[str, Any]) -> int:
+    """Requests that were answered to the end."""
+    count: int = measured["requests"] - measured["unfinished_requests"] - measured["failed_requests"]
+    return count
+
+
 def test_a_closed_loop_past_a_proxy(
     trivial: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("ALL_PROXY", "socks5://nowhere:1")
     lengths = ("--input-tokens", "uniform:3,9", "--output-tokens", "10")
-    code, report, said = load(
-        trivial.url, tmp_path, "--users", "4", "--time", "3s", *lengths, "--slo", "failed_requests<=0"
+    code, report, said = load_until(
+        lambda measured: well_answered(measured) >= 8,
+        *(trivial, tmp_path, 3, "--users", "4", *lengths, "--slo", "failed_requests<=0"),
     )
     assert code in (0, 2), said  # a busy machine may hold up the generator, which then says so
     measured = report["measured"]
-    good = measured["requests"] - measured["unfinished_requests"] - measured["failed_requests"]
+    good = well_answered(measured)
     assert good >= 8
     assert measured["itl"]["count"] >= good * 9
     assert measured["ttft"]["p50"] >= INTERVAL
@@ -119,13 +155,14 @@ def test_a_closed_loop_past_a_proxy(
 
 
 def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial, tmp_path: Path) -> None:
-    code, report, said = load(
-        *(trivial.url, tmp_path, "--profile", "constant", "--rate", "20", "--users", "2", "--processes", "2"),
-        *("--time", "6s", "--input-tokens", "5", "--output-tokens", "5", "--endpoint", "chat"),
+    code, report, said = load_until(
+        lambda measured: measured["requests"] > 0,
+        *(trivial, tmp_path, 6, "--profile", "constant", "--rate", "20", "--users", "2", "--processes", "2"),
+        *("--input-tokens", "5", "--output-tokens", "5", "--endpoint", "chat"),
     )
     assert code in (0, 2), said
     measured = report["measured"]
-    assert measured["requests"] <= 200
+    assert measured["requests"] <= 22 * measured["seconds"] + 2
     assert code == 2 or 16 <= measured["achieved_rate"] <= 22, measured["seconds"]
     assert measured["failed_requests"] == 0
     assert measured["schedule_delay"]["count"] == measured["requests"]
@@ -134,9 +171,10 @@ def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial,
 
 def test_what_the_end_cuts_off_is_told_by_every_process(trivial: Trivial, tmp_path: Path) -> None:
     """With `--time` locust itself ends the others only after the report."""
-    code, report, said = load(
-        *(trivial.url, tmp_path, "--users", "4", "--processes", "2", "--time", "4s"),
-        *("--input-tokens", "5", "--output-tokens", "5000"),
+    code, report, said = load_until(
+        lambda measured: measured["requests"] == 4 and measured["tokens"] > 100,
+        *(trivial, tmp_path, 4, "--users", "4", "--processes", "2"),
+        *("--input-tokens", "5", "--output-tokens", "50000"),
     )
     assert code == 2, said
     measured = report["measured"]
@@ -147,8 +185,9 @@ def test_what_the_end_cuts_off_is_told_by_every_process(trivial: Trivial, tmp_pa
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_step_begins_after_the_end(trivial: Trivial, tmp_path: Path, processes: int) -> None:
-    code, report, said = load(
-        *(trivial.url, tmp_path, "--profile", "rollout", "--prompts", "2", "--samples", "1", "--time", "5s"),
+    code, report, said = load_until(
+        lambda measured: measured["steps"].get("count", 0) >= 1,
+        *(trivial, tmp_path, 5, "--profile", "rollout", "--prompts", "2", "--samples", "1"),
         *("--input-tokens", "5", "--output-tokens", "60", f"--processes={processes}"),
     )
     assert code in (0, 2), said
@@ -159,24 +198,16 @@ def test_no_step_begins_after_the_end(trivial: Trivial, tmp_path: Path, processe
 
 
 def test_a_server_that_dies_in_mid_run(crashing: Trivial, tmp_path: Path) -> None:
-    start = time.monotonic()
-    code, report, said = load(
-        *(
-            crashing.url,
-            tmp_path,
-            "--users",
-            "3",
-            "--time",
-            "7s",
-            "--input-tokens",
-            "5",
-            "--output-tokens",
-            "30",
-        ),
+    def died(measured: dict[str, Any]) -> bool:
+        errors = measured["errors"]
+        return "truncated" in errors and "connect" in errors and measured["e2e"].get("count", 0) >= 1
+
+    code, report, said = load_until(
+        died,
+        *(crashing, tmp_path, 7, "--users", "3", "--input-tokens", "5", "--output-tokens", "30"),
         *("--slo", "failed_requests<=0"),
     )
     assert code in (1, 2), said
-    assert time.monotonic() - start < 50
     errors = report["measured"]["errors"]
     assert errors["truncated"] >= 1
     assert errors["connect"] >= 1
@@ -185,20 +216,10 @@ def test_a_server_that_dies_in_mid_run(crashing: Trivial, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, processes: int) -> None:
+    most = 300
     code, report, said = load(
-        *(
-            trivial.url,
-            tmp_path,
-            "--profile",
-            "rollout",
-            "--rollout-steps",
-            "3",
-            "--prompts",
-            "2",
-            "--samples",
-            "3",
-        ),
-        *("--input-tokens", "5", "--output-tokens", "uniform:3,20", "--time", "50s"),
+        *(trivial.url, tmp_path, "--profile", "rollout", "--rollout-steps", "3", "--prompts", "2"),
+        *("--samples", "3", "--input-tokens", "5", "--output-tokens", "uniform:3,20", "--time", f"{most}s"),
         *(("--processes", str(processes)) if processes > 1 else ()),
     )
     assert code in (0, 2), said
@@ -207,15 +228,15 @@ def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, proce
     assert measured["requests"] == measured["e2e"]["count"] == 18
     assert measured["schedule_delay"]["count"] == 18
     assert 0 < measured["steps"]["straggler_share"] < 1
-    assert measured["seconds"] < 30
+    assert measured["seconds"] < most / 2
 
 
 def refused(url: str, folder: Path, *more: str) -> str:
     """The line of a run that is refused before any user starts."""
     start = time.monotonic()
-    code, report, said = load(url, folder, "--time", "300s", *more)
+    code, report, said = load(url, folder, "--time", "600s", *more)
     assert (code, report) == (2, {}), said
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 500
     assert "Traceback" not in said
     assert "ERROR/locust" not in said
     assert "users spawned" not in said
@@ -288,15 +309,15 @@ def test_updates_that_fail_later_are_counted_and_shown(
     strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADMIN_KEY, "right")
-    code, report, said = load(
-        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "8s", "--update-every", "1"),
+    code, report, said = load_until(
+        lambda measured: measured["failed_updates"] >= 1 and well_answered(measured) > 0,
+        *(strict, tmp_path / "report", 8, *SMALL, "--vocabulary", "100", "--update-every", "1"),
         *("--checkpoints", str(EARLY), "--slo", "failed_updates<=0"),
     )
     assert code in (1, 2), said
     measured = report["measured"]
     ended = [update for update in measured["updates"] if update["error"] != "unfinished"]
     assert measured["failed_updates"] == len(ended) >= max(1, len(measured["updates"]) - 1)
-    assert measured["seconds"] < 20
     assert {(update["error"], update["said"]) for update in ended} == {("internal", "no room for [weights]")}
     assert "updates failed with internal: no room for [weights]" in said
     assert "failed_updates<=0: " in said
@@ -305,9 +326,8 @@ def test_updates_that_fail_later_are_counted_and_shown(
 
 @pytest.fixture
 def fleeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint that is there when a run begins, and no more once a server of that test answers."""
+    """Where a checkpoint is to be when a run begins, and is no more once a server of that test answers."""
     folder = tmp_path / "fleeting"
-    shutil.copytree(EARLY, folder)
     monkeypatch.setenv("FORGET", str(folder))
     return folder
 
@@ -316,9 +336,11 @@ def test_any_error_of_an_update_is_a_failed_update(
     fleeting: Path, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADMIN_KEY, "right")
-    code, report, said = load(
-        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "8s", "--update-every", "1"),
+    code, report, said = load_until(
+        lambda measured: measured["failed_updates"] >= 2,
+        *(strict, tmp_path / "report", 8, *SMALL, "--vocabulary", "100", "--update-every", "1"),
         *("--checkpoints", str(fleeting), "--slo", "failed_updates<=0"),
+        prepare=lambda: shutil.copytree(EARLY, fleeting, dirs_exist_ok=True),
     )
     assert code in (1, 2), said
     assert report["measured"]["failed_updates"] >= 2
@@ -336,8 +358,9 @@ def test_an_update_that_the_end_of_a_run_cuts_off_is_not_a_failed_one(
     holding: None, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADMIN_KEY, "right")
-    _, report, said = load(
-        *(strict.url, tmp_path, *SMALL, "--vocabulary", "100", "--time", "6s", "--update-every", "1"),
+    _, report, said = load_until(
+        lambda measured: bool(measured["updates"]),
+        *(strict, tmp_path / "report", 6, *SMALL, "--vocabulary", "100", "--update-every", "1"),
         *("--checkpoints", str(EARLY), "--slo", "failed_updates<=0"),
     )
     measured = report["measured"]
@@ -372,14 +395,16 @@ def test_a_process_that_has_refused_says_no_more_when_it_is_told_to_end() -> Non
     }
     asked = json.dumps({**options, "checkpoints": ["nosuch"]})
     done = subprocess.run(
-        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=600
     )
     assert "--update-every: " in json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial, tmp_path: Path) -> None:
-    code, report, said = load(strict.url, tmp_path, "--time", "5s", "--users", "2")
+    code, report, said = load_until(
+        lambda measured: measured["failed_requests"] > 0, strict, tmp_path, 5, "--users", "2"
+    )
     assert code == 2, said
     measured = report["measured"]
     error = measured["most_frequent_error"]
@@ -426,7 +451,8 @@ def test_a_page_sends_keys_and_reports_nowhere_else(trivial: Trivial, tmp_path: 
 
 
 def await_page(page: str) -> None:
-    for _ in range(600):
+    until = time.monotonic() + 600
+    while time.monotonic() < until:
         try:
             httpx.get(page)
             return
@@ -436,7 +462,7 @@ def await_page(page: str) -> None:
 
 
 def swarm(page: str, **more: str) -> None:
-    httpx.post(f"{page}/swarm", data={"user_count": "1", "spawn_rate": "1", **more}, timeout=60)
+    httpx.post(f"{page}/swarm", data={"user_count": "1", "spawn_rate": "1", **more}, timeout=600)
 
 
 def exceptions(page: str) -> list[str]:
@@ -465,7 +491,7 @@ def locust(url: str, *more: str) -> subprocess.CompletedProcess[str]:
         "--users",
         "1",
     ]
-    return subprocess.run([*line, *more], capture_output=True, text=True, timeout=240)
+    return subprocess.run([*line, *more], capture_output=True, text=True, timeout=900)
 
 
 def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
@@ -480,6 +506,6 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
 @pytest.mark.parametrize("traffic", ["rollout", "poisson"])
 def test_every_process_needs_a_user(trivial: Trivial, traffic: str) -> None:
     """Where one user of each sends; else a part of what is to be sent would wait for ever."""
-    done = locust(trivial.url, "--processes", "2", "--traffic", traffic, "--rate", "5", "--run-time", "100s")
+    done = locust(trivial.url, "--processes", "2", "--traffic", traffic, "--rate", "5", "--run-time", "600s")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "users: expected one for each of 2 processes, found 1" in done.stderr
