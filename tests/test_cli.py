@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -141,6 +142,22 @@ def test_a_key_is_asked_for_before_anything_is_sent(
         with pytest.raises(ConfigError, match=f"--key-file FILE, --key KEY or {ADMIN_KEY}: .*{why}"):
             CliRunner().invoke(cli, ["push", str(tmp_path), *line], catch_exceptions=False)
     assert recorded.made == []
+
+
+def test_passwords_of_urls_are_keys_and_are_not_shown(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = ("http://x:first@a:1", "http://x:second@b:2")
+    for given in (urls, urls[:1]):
+        result = push(tmp_path, *(word for url in given for word in ("--url", url)))
+        assert not re.search("first|second", result.output)
+    assert recorded.made == [(urls, None), (urls[0], None)]
+    monkeypatch.delenv(ADMIN_KEY)
+    push(tmp_path, "--url", urls[0])
+    push(tmp_path, "--url", urls[0], "--key", "first")
+    assert recorded.made[2:] == [(urls[0], None), (urls[0], "first")]
+    with pytest.raises(ConfigError, match="none of them was given"):
+        push(tmp_path, "--url", urls[0], "--url", "http://b:2")
 
 
 def test_seconds_to_wait_go_with_waiting(recorded: Recorded, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vllm_fp8ext.bench.command import bench
 from vllm_fp8ext.calibrate.command import VLLM_OPTIONS, calibrate
 from vllm_fp8ext.checkpoints import MAX_PROBLEMS
 from vllm_fp8ext.environment import URL
-from vllm_fp8ext.errors import Fp8ExtError
+from vllm_fp8ext.errors import Fp8ExtError, UpdateError
 from vllm_fp8ext.loadtest.command import PACKAGES as LOADTEST
 from vllm_fp8ext.memory_plan.command import plan
 from vllm_fp8ext.serve.client.command import (
@@ -113,7 +113,7 @@ def digest(
     if manifest:
         layout = Manifest.from_file(manifest)
     elif url:
-        with Client(url, key_of(key, key_file)) as client:
+        with Client(url, key_of(key, key_file, url)) as client:
             layout = Manifest.from_dict(client.manifest())
     with Progress(console=errors, transient=True) as bar:
         task = bar.add_task("hashing", total=None)
@@ -158,6 +158,8 @@ def main() -> None:
     """The console script: errors of ours, and packages that are not there, are one line, not a traceback."""
     try:
         cli(standalone_mode=True)
+    except UpdateError as error:
+        _end(f"{error.kind}: {error}")  # docs/problems.md lists kinds
     except (Fp8ExtError, httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ValueError) as error:
         _end(f"{_where(error)}{error}")
     except ModuleNotFoundError as error:

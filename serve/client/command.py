@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +25,7 @@ from vllm_fp8ext import environment
 from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client, schema
+from vllm_fp8ext.serve.client.flow import without_password
 from vllm_fp8ext.signals import end_on_sigterm
 
 _errors = Console(stderr=True)
@@ -40,12 +42,16 @@ _url_option = click.option(
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, as the server does.")
 
 
-def key_of(key: str | None, key_file: Path | None) -> str:
-    """Return the admin key.
+def key_of(key: str | None, key_file: Path | None, *urls: str) -> str | None:
+    """Return the admin key; None where the passwords of all of these URLs are keys, and only the environment has another.
 
     Raises:
         ConfigError: there is none, or none that can be sent.
     """
+    context = click.get_current_context(silent=True)
+    named = context is not None and context.get_parameter_source("key") is ParameterSource.COMMANDLINE
+    if urls and not key_file and not named and all(without_password(url)[1] for url in urls):
+        return None
     admin_key = environment.key_in(key_file) if key_file else environment.key_of(key, f"--key or {ADMIN_KEY}")
     if not admin_key:
         where = f"{key_file} is empty" if key_file else "none of them was given"
@@ -127,12 +133,12 @@ def push(
         options |= {"checksum": not no_checksum, "id": resume}
         try:
             if len(urls) == 1:
-                with client.Client(urls[0], key_of(key, key_file)) as server:
+                with client.Client(urls[0], key_of(key, key_file, urls[0])) as server:
                     if resume:
                         server.update(resume)
                     updates = {urls[0]: server.push(checkpoint, instance=instance, **options)}
             else:
-                with client.Replicas(urls, key_of(key, key_file)) as replicas:
+                with client.Replicas(urls, key_of(key, key_file, *urls)) as replicas:
                     updates = replicas.push(checkpoint, **options)
         except KeyboardInterrupt:
             _errors.print(
@@ -150,7 +156,7 @@ def push(
 
 
 def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
-    table = Table(title=escape(title), caption=escape(url))
+    table = Table(title=escape(title), caption=escape(without_password(url)[0]))
     table.add_column("phase")
     table.add_column("ms", justify="right")
     for phase, taken in seconds.items():
@@ -165,7 +171,7 @@ def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
 @_json_option
 def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
     """Show what a server serves, and which update is open."""
-    with client.Client(url, key_of(key, key_file)) as server:
+    with client.Client(url, key_of(key, key_file, url)) as server:
         served = server.weights()
         update = server.update(served.update) if served.update else None
     if as_json:
@@ -180,7 +186,7 @@ def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> N
         "staging, scales": f"{served.staging}, {served.scale_format}",
         "KV cache": f"{served.kv_cache_dtype}, {served.kv_scales.policy if served.kv_scales else 'no scales'}",
     }
-    table = Table(show_header=False, caption=escape(url))
+    table = Table(show_header=False, caption=escape(without_password(url)[0]))
     for row in rows.items():
         table.add_row(*map(escape, row))
     Console().print(table)
@@ -204,7 +210,7 @@ def _opened(update: schema.Update | None) -> str:
 @key_file_option
 def abandon(id: str | None, url: str, key: str | None, key_file: Path | None) -> None:
     """Give up the update ID, by default the open one. What is served stays."""
-    with client.Client(url, key_of(key, key_file)) as server:
+    with client.Client(url, key_of(key, key_file, url)) as server:
         id = id or server.weights().update
         if id is None:
             click.echo("no update is open")
@@ -220,7 +226,7 @@ def abandon(id: str | None, url: str, key: str | None, key_file: Path | None) ->
 @_json_option
 def rollback(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
     """Serve the weights from before the last commit again."""
-    with client.Client(url, key_of(key, key_file)) as server:
+    with client.Client(url, key_of(key, key_file, url)) as server:
         done = server.rollback()
     if as_json:
         _print_json(done)
@@ -235,7 +241,7 @@ def rollback(url: str, key: str | None, key_file: Path | None, as_json: bool) ->
 @_json_option
 def verify(url: str, key: str | None, key_file: Path | None, as_json: bool) -> None:
     """Does every rank still serve what was committed? Exit code 1 if not."""
-    with client.Client(url, key_of(key, key_file)) as server:
+    with client.Client(url, key_of(key, key_file, url)) as server:
         done = server.verify()
     if as_json:
         _print_json(done)

@@ -44,7 +44,7 @@ class Endpoint:
             ConfigError: the URL has no scheme, or another one than HTTP's, or names a user without a password, or has another
                 key than the one that is given; the key is not ASCII.
         """
-        root, password = _without_password((url or os.environ.get(URL) or DEFAULT_URL).rstrip("/"))
+        root, password = without_password((url or os.environ.get(URL) or DEFAULT_URL).rstrip("/"))
         if not root.lower().startswith(("http://", "https://")):
             raise ConfigError(f"url: expected the server's root, such as {DEFAULT_URL}, found {root}")
         given = key_of(key, "key") if key is not None else key_of(password, "the password of the URL")
@@ -63,7 +63,7 @@ class Endpoint:
         return Request(method, self.url + PREFIX + path, headers=headers, timeout=timeout, **more)
 
 
-def _without_password(root: str) -> tuple[str, str | None]:
+def without_password(root: str) -> tuple[str, str | None]:
     """Take the user and the password out of a URL.
 
     Raises:

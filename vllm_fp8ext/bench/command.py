@@ -60,7 +60,7 @@ def load(
     from vllm_fp8ext.loadtest.command import command
 
     if key_file:
-        os.environ[ADMIN_KEY] = key_of(None, key_file)
+        os.environ[ADMIN_KEY] = key_of(None, key_file) or ""
     line = command(url, profile, users, run_time, web, context.args)
     os.execv(line[0], line)
 
