@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL pushes weights by this package's client: over HTTP from a CPU, by CUDA IPC or NCCL from a GPU, LoRA merged by TRL.
 
-with use_client("http://rollout:8000", key, transport="ipc"):
+with use_client("http://rollout:8000", key):  # transport="ipc" on the server's GPU
     trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="server"))
 
 AsyncGRPOTrainer(..., weight_transfer=WeightPush("http://rollout:8000", key))
