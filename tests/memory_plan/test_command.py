@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from page_blocks import blocks, commands
 from transformers import MistralConfig, Qwen3MoeConfig
 
 from vllm_fp8ext.bench.generated import SHAPES
@@ -34,6 +35,17 @@ def plan(*arguments: str) -> str:
     result = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, output = (block.text for block in blocks() if block.page == "docs/plan.md")
+    config = {"model_type": "qwen3", "max_position_embeddings": 40960, **SHAPES["Qwen3-8B"]}
+    _, words = next(commands(command))
+    folder = tmp_path / words[2]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert plan(*words[2:]).split() == output.split()
 
 
 def planned(*arguments: str) -> dict[str, Any]:
