@@ -26,6 +26,7 @@ from vllm_fp8ext.compat.speed import (
     decode_step_reuse,
     flat_answers,
     flat_logprobs,
+    json_responses,
     merged_messages,
     mixed_full_cudagraph,
     output_interval,
@@ -59,7 +60,7 @@ def install_all() -> None:
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
         *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
-        *(latent_weights, latent_cache),
+        *(latent_weights, latent_cache, json_responses),
     ):
         module.install()
     beam_versions.install_offline()

@@ -8,12 +8,14 @@ but pydantic does not check them again.
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from vllm.logprobs import FlatLogprobs
 
+from vllm_fp8ext.compat.speed import written_logprobs
 from vllm_fp8ext.compat.wrapping import wrap
 
 FEATURE: str = "flat_answers"
@@ -92,6 +94,11 @@ def _maker(model: Any, *names: str) -> Callable[..., Any]:
     return make
 
 
+def _has_one_candidate(flat: FlatLogprobs) -> bool:
+    """Tell whether each position has the sampled token and one more: what trainers ask for."""
+    return flat.start_indices == list(range(0, len(flat.token_ids), 2))
+
+
 def _candidates(flat: FlatLogprobs) -> Iterator[list[int]]:
     """For each position the indices of its tokens, each token once: the sampled one first, where it is among the best with
     the rank that it has there."""
@@ -99,10 +106,44 @@ def _candidates(flat: FlatLogprobs) -> Iterator[list[int]]:
     if len(ids) == len(flat.start_indices):
         yield from ([index] for index in range(len(ids)))
         return
+    if _has_one_candidate(flat):
+        yield from (
+            [start + 1] if ids[start] == ids[start + 1] else [start, start + 1]
+            for start in flat.start_indices
+        )
+        return
     for start, stop in zip(flat.start_indices, flat.end_indices, strict=True):
         sampled = ids[start]
         again = next((index for index in range(start + 1, stop) if ids[index] == sampled), start)
         yield [again, *(index for index in range(start + 1, stop) if index != again)]
+
+
+def _offsets(tokens: list[str], start: int) -> list[int]:
+    return list(itertools.accumulate(map(len, tokens[:-1]), initial=start))[: len(tokens)]
+
+
+def _completion_text(
+    flat: FlatLogprobs, texts: Sequence[Any], written: list[str], most: int | None, start: int
+) -> str:
+    """The JSON of a completion's logprobs, whose numbers are `written`."""
+    tokens = [texts[index] for index in flat.start_indices]
+    sampled = [written[index] for index in flat.start_indices]
+    if len(texts) == len(tokens):
+        top = written_logprobs.single(texts, written)
+    elif most == 2 and _has_one_candidate(flat):
+        top = written_logprobs.pairs(texts, written)
+    else:
+        rows = ([(texts[index], written[index]) for index in indices[:most]] for indices in _candidates(flat))
+        top = written_logprobs.several(rows)
+    return written_logprobs.completion(_offsets(tokens, start), tokens, sampled, top)
+
+
+def _construct_completion(offsets: Any, sampled: Any, tokens: Any, top: Any) -> Any:
+    from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+
+    return CompletionLogProbs.model_construct(
+        text_offset=offsets, token_logprobs=sampled, tokens=tokens, top_logprobs=top
+    )
 
 
 def _wrap_completion(original: Any) -> Any:
@@ -133,24 +174,22 @@ def _wrap_completion(original: Any) -> Any:
 
         texts = [f"token_id:{token}" for token in flat.token_ids] if as_ids else flat.decoded_tokens
         values = _clamped(flat.logprobs)
-        if len(texts) == len(token_ids):
-            tokens, sampled = list(texts), values
+        most = None if num_output_top_logprobs == -1 else num_output_top_logprobs + 1
+        writing = written_logprobs.current(CompletionLogProbs)
+        written = None if writing is None else written_logprobs.numbers(values)
+        if writing is not None and written is not None:
+            text = _completion_text(flat, texts, written, most, initial_text_offset)
+            return writing.put(_construct_completion([], [], [written_logprobs.unused_key()], []), text)
+        tokens = [texts[start] for start in flat.start_indices]
+        sampled = [values[start] for start in flat.start_indices]
+        if len(texts) == len(tokens):
             top = [{text: value} for text, value in zip(texts, values, strict=True)]
+        elif most == 2 and _has_one_candidate(flat):
+            pairs = zip(tokens, sampled, texts[1::2], values[1::2], strict=True)
+            top = [{text: value, best: of_best} for text, value, best, of_best in pairs]
         else:
-            tokens = [texts[start] for start in flat.start_indices]
-            sampled = [values[start] for start in flat.start_indices]
-            most = None if num_output_top_logprobs == -1 else num_output_top_logprobs + 1
-            if most == 2 and len(texts) == 2 * len(tokens):  # one candidate: what trainers ask for
-                pairs = zip(tokens, sampled, texts[1::2], values[1::2], strict=True)
-                top = [{text: value, best: of_best} for text, value, best, of_best in pairs]
-            else:
-                top = [
-                    {texts[index]: values[index] for index in indices[:most]} for indices in _candidates(flat)
-                ]
-        offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=initial_text_offset))
-        return CompletionLogProbs.model_construct(
-            text_offset=offsets[: len(tokens)], token_logprobs=sampled, tokens=tokens, top_logprobs=top
-        )
+            top = [{texts[index]: values[index] for index in indices[:most]} for indices in _candidates(flat)]
+        return _construct_completion(_offsets(tokens, initial_text_offset), sampled, tokens, top)
 
     return create
 
@@ -159,6 +198,30 @@ def _wrap_completion(original: Any) -> Any:
 def _bytes(text: str) -> list[int]:
     """Read only: shared by all answers."""
     return list(text.encode("utf-8", errors="replace"))
+
+
+def _chat_text(
+    flat: FlatLogprobs, texts: Sequence[Any], decoded: Sequence[Any], written: list[str], most: int | None
+) -> str:
+    """The JSON of a chat's logprobs, whose numbers are `written`."""
+    token = written_logprobs.chat_token
+    tokens = candidates = list(map(token, decoded))
+    if texts is not decoded:
+        candidates = [written_logprobs.chat_token_named(text, text) for text in texts]
+        tokens = list(map(written_logprobs.chat_token_named, texts, decoded))
+    if most == 0:
+        first = [indices[0] for indices in _candidates(flat)]
+        return written_logprobs.sampled_chat(
+            [tokens[index] for index in first], [written[index] for index in first]
+        )
+    return written_logprobs.chat(
+        (
+            tokens[indices[0]],
+            written[indices[0]],
+            [(candidates[index], written[index]) for index in indices[:most]],
+        )
+        for indices in _candidates(flat)
+    )
 
 
 def _wrap_chat(original: Any) -> Any:
@@ -195,6 +258,14 @@ def _wrap_chat(original: Any) -> Any:
         most = None if count == -1 else count
         candidate = _maker(ChatCompletionLogProb, "token", "logprob", "bytes")
         position = _maker(ChatCompletionLogProbsContent, "token", "logprob", "bytes", "top_logprobs")
+        writing = written_logprobs.current(
+            ChatCompletionLogProbs, ChatCompletionLogProbsContent, ChatCompletionLogProb
+        )
+        written = None if writing is None else written_logprobs.numbers(values)
+        if writing is not None and written is not None:
+            key = position(token=written_logprobs.unused_key(), logprob=0.0, bytes=None, top_logprobs=[])
+            stand_in = ChatCompletionLogProbs.model_construct(content=[key])
+            return writing.put(stand_in, _chat_text(flat, texts, decoded, written, most))
         content = [
             position(
                 token=texts[indices[0]],
@@ -210,6 +281,16 @@ def _wrap_chat(original: Any) -> Any:
         return ChatCompletionLogProbs.model_construct(content=content)
 
     return create
+
+
+def _generated_text(flat: FlatLogprobs, written: list[str], most: int | None) -> str:
+    """The JSON of generated tokens' logprobs, whose numbers are `written`."""
+    tokens = list(zip(flat.token_ids, written, flat.ranks, strict=True))
+    if len(tokens) == len(flat.start_indices) and most != 0:
+        return written_logprobs.sampled_generated(tokens)
+    return written_logprobs.generated(
+        ([tokens[index] for index in indices] for indices in _candidates(flat)), most
+    )
 
 
 def _wrap_tokens(original: Any) -> Any:
@@ -232,6 +313,12 @@ def _wrap_tokens(original: Any) -> Any:
         ids, ranks = flat.token_ids, flat.ranks
         candidate = _maker(GenerateLogProb, "token_id", "logprob", "rank")
         position = _maker(GenerateLogProbsContent, "token_id", "logprob", "rank", "top_logprobs")
+        writing = written_logprobs.current(GenerateLogProbs, GenerateLogProbsContent, GenerateLogProb)
+        written = None if writing is None else written_logprobs.numbers(values)
+        if writing is not None and written is not None:
+            key = position(token_id=secrets.randbits(62), logprob=0.0, rank=None, top_logprobs=[])
+            stand_in = GenerateLogProbs.model_construct(content=[key])
+            return writing.put(stand_in, _generated_text(flat, written, most))
         content = [
             position(
                 token_id=ids[indices[0]],
