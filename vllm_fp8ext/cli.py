@@ -131,7 +131,7 @@ def digest(
             click.echo(f"{value}  {name}  rank {rank}")
 
 
-@cli.command()
+@cli.group(invoke_without_command=True)
 @click.option(
     "--problems",
     type=click.IntRange(1, MAX_PROBLEMS),
@@ -142,12 +142,56 @@ def digest(
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here."
 )
-def demo(problems: int, json_file: Path | None) -> None:
+@click.pass_context
+def demo(context: click.Context, problems: int, json_file: Path | None) -> None:
     """Serve a tiny model that adds numbers, and update it while it answers. Everything it needs is in the package."""
+    if context.invoked_subcommand is not None:
+        return
     from vllm_fp8ext.demo.run import run
 
     end_on_sigterm()
     sys.exit(run(problems, json_file))
+
+
+@demo.command()
+@click.option("--variants", multiple=True, help="Of the runs; all by default. Once for each.")
+@click.option("--seeds", type=int, multiple=True, default=(0,), show_default=True, help="Once for each.")
+@click.option("--steps", type=click.IntRange(1), default=120, show_default=True, help="Rollouts of a run.")
+@click.option(
+    "--updates", type=click.IntRange(1), default=1, show_default=True, help="Optimizer steps on each rollout."
+)
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), default=2e-4, show_default=True, help="Learning rate."
+)
+@click.option(
+    "--json",
+    "out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep results here; runs that it has are not repeated.",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with the curves here."
+)
+def rl(
+    variants: tuple[str, ...],
+    seeds: tuple[int, ...],
+    steps: int,
+    updates: int,
+    rate: float,
+    out: Path | None,
+    html: Path | None,
+) -> None:
+    """Train the tiny model by GRPO through a server: rollouts in BF16 and FP8, corrected and not, beside each other."""
+    from vllm_fp8ext.bench.provenance import provenance
+    from vllm_fp8ext.demo.rl import VARIANTS, Plan, run
+
+    if unknown := set(variants) - VARIANTS.keys():
+        raise ValueError(
+            f"--variants: expected some of {', '.join(VARIANTS)}, found {', '.join(sorted(unknown))}"
+        )
+    end_on_sigterm()
+    plan = Plan(steps=steps, updates=updates, rate=rate)
+    sys.exit(run(variants or tuple(VARIANTS), seeds, plan, origin=provenance(), out=out, html=html))
 
 
 for command in (push, status, abandon, rollback, verify, calibrate, plan, bench):
