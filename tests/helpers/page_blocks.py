@@ -46,6 +46,7 @@ NOT_RUN = {
     ("docs/quickstart.md", "pip install ."): "tests/test_packaging.py says what it would install",
     ("docs/trainer-kit.md", "from vllm_fp8ext.trainer.correction import ICEPOP"): OTHER_ENVIRONMENT
     + "tests/trainer/test_trl_adapter.py",
+    ("docs/trainer-kit.md", "fp8ext demo rl"): "takes an hour; run, shorter, by tests/e2e/test_demo_rl.py",
     ("docs/trainers.md", "from vllm_fp8ext.serve.adapters.vllm"): GPU
     + "; tests/e2e/test_native_ipc.py does without",
     ("docs/trainers.md", "GRPOConfig("): OTHER_ENVIRONMENT + "tests/e2e/test_trl_transfer.py",
