@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated checkpoints have the tensors that the model of their shape takes."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
+from small_shapes import small
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_fp8ext.bench import generated
+from vllm_fp8ext.bench.model_shapes import MODEL_SHAPES, tensors_of
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
@@ -43,6 +47,33 @@ def test_a_checkpoint_is_what_its_model_takes(
     if hasattr(config, "num_experts"):
         last = collected["model.layers.1.mlp.experts.7.down_proj.weight"]
         assert last.shape == (config.hidden_size, config.moe_intermediate_size)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_other_architectures_are_loaded_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By transformers, which names each tensor that it lacks, or does not know."""
+    monkeypatch.setitem(generated.SHAPES, name, small(name))
+    generated.write_checkpoint(tmp_path, name, 0, "cpu")
+    made = getattr(transformers, MODEL_SHAPES[name]["architecture"])
+    model, told = made.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values()), told
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    logits = model(torch.arange(5, 40)[None]).logits
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+def test_shapes_have_as_many_parameters_as_their_models() -> None:
+    billions = {"Llama-3.1-8B": 8.0, "Llama-3.2-1B": 1.2, "Qwen2.5-7B": 7.6, "Qwen2.5-VL-7B": 8.3}
+    billions |= {"Gemma-3-12B": 11.8, "Qwen3.5-9B": 9.0, "DeepSeek-V2-Lite": 15.7}
+    billions |= {"Moonlight-16B-A3B": 16.0, "gpt-oss-20B": 20.9}
+    found = {
+        name: sum(math.prod(sizes) for _, sizes, _ in tensors_of(generated._config(name))) / 1e9
+        for name in MODEL_SHAPES
+    }
+    assert {name: round(count, 1) for name, count in found.items()} == billions
 
 
 def test_a_seed_makes_the_same_weights_again(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
+from vllm_fp8ext.bench.model_shapes import ADDS_ONE, ARCHITECTURE, MODEL_SHAPES, config_of, tensors_of
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve.safetensors_body import SafetensorsBody
 from vllm_fp8ext.serve.tensors import tensor_parts
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512},
     "Qwen3-0.6B": {
@@ -66,7 +66,10 @@ SHAPES = {
     }
     | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "moe_intermediate_size": 768}
     | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False},
+    **MODEL_SHAPES,
 }
+"""Sizes by the name of a model: of Qwen3, or of the architecture that they name."""
+POSITIONS = 40960
 _SHARD_BYTES = 2 << 30
 _WRITERS = 8
 """Shards that are written at a time."""
@@ -146,10 +149,10 @@ def _write_weights(folder: Path, config: Any, generator: torch.Generator, device
 
 
 def _config(shape: str) -> Any:
-    name = "Qwen3Moe" if "num_experts" in SHAPES[shape] else "Qwen3"
-    config = getattr(transformers, f"{name}Config")(
-        **SHAPES[shape], max_position_embeddings=40960, architectures=[f"{name}ForCausalLM"]
-    )
+    sizes = SHAPES[shape]
+    if ARCHITECTURE not in sizes:
+        sizes = {ARCHITECTURE: f"{'Qwen3Moe' if 'num_experts' in sizes else 'Qwen3'}ForCausalLM", **sizes}
+    config = config_of(sizes, POSITIONS)
     config.dtype = "bfloat16"
     return config
 
@@ -157,7 +160,8 @@ def _config(shape: str) -> Any:
 def _shards(config: Any, generator: torch.Generator, device: str) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in _tensors(config, generator, device):
+    made = _qwen3_tensors if config.model_type in ("qwen3", "qwen3_moe") else _tensors
+    for name, tensor in made(config, generator, device):
         shard[name] = tensor
         size += tensor.nbytes
         if size >= _SHARD_BYTES:
@@ -181,6 +185,27 @@ def _write(shard: dict[str, Tensor], file: Path) -> None:
 
 
 def _tensors(config: Any, generator: torch.Generator, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of any architecture, drawn as those of Qwen3 are."""
+
+    def normal(sizes: tuple[int, ...], scale: float) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device) * scale
+
+    for name, sizes, kind in tensors_of(config):
+        if kind == "matrix":
+            values = normal(sizes, sizes[-1] ** -0.5)
+            outliers = torch.rand(sizes[-1], generator=generator, device=device) < _OUTLIERS
+            values = torch.where(outliers, values * _OUTLIER_FACTOR, values)
+        elif kind == "norm":
+            adds_one = config.model_type in ADDS_ONE and "linear_attn" not in name
+            values = normal(sizes, 0.1) + (0 if adds_one else 1)
+        elif kind == "decay":  # decays of 1 to 16
+            values = (1 + 15 * torch.rand(*sizes, generator=generator, device=device)).log()
+        else:
+            values = normal(sizes, 0.5 if kind == "conv" else 0.02)
+        yield name, values.bfloat16()
+
+
+def _qwen3_tensors(config: Any, generator: torch.Generator, device: str) -> Iterator[tuple[str, Tensor]]:
     hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
 
     def norm(size: int) -> Tensor:

@@ -11,7 +11,6 @@ answers a short load unmeasured.
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Collection, Sequence
@@ -28,7 +27,7 @@ from vllm_fp8ext.bench.http_client import ROUTES, Clients, HttpLoad
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import variant_servers
-from vllm_fp8ext.bench.tokenizer import write_tokenizer
+from vllm_fp8ext.bench.tokenizer import text_tokens, write_tokenizer
 from vllm_fp8ext.demo.server import Server, serve_options
 from vllm_fp8ext.errors import ConfigError
 
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         write_tokenizer(folder)
-        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        vocabulary = text_tokens(folder)
         loads = [replace(load, vocabulary=vocabulary) for load in loads]
         routes = {load.route for load in loads}
         with _servers(folder, routes, options) as servers, Clients(options.clients) as clients:
