@@ -367,7 +367,6 @@ def _odd_experts() -> list[Family]:
                 "hidden_size_per_layer_input": 0,
                 "num_kv_shared_layers": 0,
             },
-            refused="router.per_expert_scale: neither loaded from the checkpoint",
         ),
         Family(
             name="ernie4_5_moe",

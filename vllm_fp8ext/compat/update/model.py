@@ -7,6 +7,7 @@ too) get a method that leaves their weights readable: on the CPU vLLM packs them
 """
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,12 @@ REMOVE_WHEN: str = (
     "second model beside the served one, and keeps unquantized weights readable on "
     "the CPU"
 )
+
+
+_QUANTIZATION_SCALE = re.compile(
+    r"weight_scale_inv$|(weight|input|output|activation|\b(q|k|v|kv|prob))_scale$"
+)
+"""Names of scales that belong to codes, or to K and V. A model may have others, which are weights."""
 
 
 @dataclass
@@ -167,7 +174,7 @@ def checkpoint_specs(recorded: dict[str, TensorSpec], dtype: torch.dtype) -> lis
     served = str(dtype).removeprefix("torch.")
     specs = []
     for spec in recorded.values():
-        if spec.name.endswith(("weight_scale_inv", "_scale")):
+        if _QUANTIZATION_SCALE.search(spec.name):
             continue
         dtype_name = served if spec.dtype.startswith("float8") else spec.dtype
         specs.append(TensorSpec(spec.name, spec.shape, dtype_name))
