@@ -7,10 +7,13 @@ FOLDER/ROLE.json.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 from vllm import LLM, SamplingParams
 
