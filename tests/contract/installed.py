@@ -27,6 +27,7 @@ from vllm_fp8ext.compat.speed import (
     flat_answers,
     flat_logprobs,
     json_responses,
+    latency_histogram,
     merged_messages,
     mixed_full_cudagraph,
     output_interval,
@@ -60,7 +61,7 @@ def install_all() -> None:
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
         *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
-        *(latent_weights, latent_cache, json_responses),
+        *(latent_weights, latent_cache, json_responses, latency_histogram),
     ):
         module.install()
     beam_versions.install_offline()

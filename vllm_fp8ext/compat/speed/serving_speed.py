@@ -22,11 +22,17 @@ _ROUTES = "vllm.entrypoints.openai.completion.serving"
 def install(settings: ServingSettings) -> None:
     """Have this process make answers so. Idempotent."""
     if is_available("output_interval"):
-        from vllm_fp8ext.compat.speed import merged_messages, output_interval, packed_logprobs
+        from vllm_fp8ext.compat.speed import (
+            latency_histogram,
+            merged_messages,
+            output_interval,
+            packed_logprobs,
+        )
 
         output_interval.install()
         packed_logprobs.install()
         merged_messages.install()
+        latency_histogram.install()
     if settings.flat_logprobs and is_available("flat_logprobs"):
         from vllm_fp8ext.compat.speed import flat_logprobs
 
