@@ -14,6 +14,9 @@ from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_fp8ext.compat.speed import json_responses, written_logprobs
@@ -99,6 +102,29 @@ def test_characters_are_escaped_as_starlette_does(tokenizer: Any, flat: Any) -> 
         body, used = written(make)
         assert used
         assert body == JSONResponse({"choices": [choice, choice]}).body
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "prepared"),
+    [
+        ("chatcmpl-1", RequestOutputKind.FINAL_ONLY, 1),
+        ("chatcmpl-1", RequestOutputKind.DELTA, 0),
+        ("cmpl-1", RequestOutputKind.FINAL_ONLY, 0),
+    ],
+)
+def test_tokens_of_chats_are_written_when_they_come(
+    tokenizer: Any, flat: Any, name: str, kind: RequestOutputKind, prepared: int
+) -> None:
+    flat()
+    params = SamplingParams(logprobs=0, output_kind=kind)
+    request = EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None)
+    request.external_req_id = name
+    made = LogprobsProcessor.from_new_request(tokenizer=tokenizer, request=request)
+    word = tokenizer.convert_tokens_to_ids("ab")
+    written_logprobs.chat_token.cache_clear()
+    row = LogprobsLists(np.array([[word]] * 3), np.full((3, 1), -1.0), np.ones(3, dtype=np.int64))
+    updated(made, [row])
+    assert written_logprobs.chat_token.cache_info().currsize == prepared
 
 
 def test_candidates_of_one_text_are_one(flat: Any) -> None:

@@ -141,9 +141,8 @@ def _completion_text(
 def _construct_completion(offsets: Any, sampled: Any, tokens: Any, top: Any) -> Any:
     from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
 
-    return CompletionLogProbs.model_construct(
-        text_offset=offsets, token_logprobs=sampled, tokens=tokens, top_logprobs=top
-    )
+    make = _maker(CompletionLogProbs, "text_offset", "token_logprobs", "tokens", "top_logprobs")
+    return make(text_offset=offsets, token_logprobs=sampled, tokens=tokens, top_logprobs=top)
 
 
 def _wrap_completion(original: Any) -> Any:
@@ -209,6 +208,8 @@ def _chat_text(
     if texts is not decoded:
         candidates = [written_logprobs.chat_token_named(text, text) for text in texts]
         tokens = list(map(written_logprobs.chat_token_named, texts, decoded))
+    if len(tokens) == len(flat.start_indices) and most == 0:
+        return written_logprobs.sampled_chat(tokens, written)
     if most == 0:
         first = [indices[0] for indices in _candidates(flat)]
         return written_logprobs.sampled_chat(

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import logprobs as engine_logprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
+from vllm_fp8ext.compat.speed.written_logprobs import chat_token
 from vllm_fp8ext.compat.wrapping import wrap
 
 FEATURE: str = "flat_logprobs"
@@ -32,6 +34,8 @@ UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/28226"
 REMOVE_WHEN: str = "vLLM's are flat"
 SWITCH: tuple[str, object] = ("serving.flat_logprobs", False)
 
+_CHAT = "fp8ext_chat"
+"""Attribute of a processor: whether its logprobs become a chat's, as vLLM names such requests."""
 REPLACEMENT = "\ufffd"
 """With which the string of a token ends that is a part of a character."""
 
@@ -91,6 +95,9 @@ def _wrap_from_new_request(original: Any) -> Any:
         made = original(cls, *args, **kwargs)
         if made.logprobs is not None and not isinstance(made.logprobs, FlatLogprobs):
             made.logprobs = FlatLogprobs()
+            request = kwargs.get("request") or args[-1]
+            whole = request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+            setattr(made, _CHAT, whole and str(request.external_req_id).startswith("chatcmpl-"))
         return made
 
     return from_new_request
@@ -126,6 +133,9 @@ def _wrap_update(original: Any) -> Any:
         kept.end_indices.extend(range(start + width, stop + width, width))
         kept.token_ids.extend(ids)
         kept.decoded_tokens.extend(texts)
+        if getattr(self, _CHAT, False) and self.tokenizer is not None:
+            for text in texts:  # remembered: when answers end together there is less to do
+                chat_token(text)
         if width == 1:
             kept.logprobs.extend(sampled)
             kept.ranks.extend(ranks_np.tolist())
