@@ -30,6 +30,8 @@ SMALL = (
 )
 """vLLM's options for the tiny model: a quick start and little memory."""
 _STOP_SECONDS = 20
+_WRONG = re.compile(r"\b[A-Z]\w*(?:Error|Exception): |\bCRITICAL\b")
+"""Lines of a log that tell why a process ends."""
 
 
 def serve_options(pairs: Sequence[str]) -> list[str]:
@@ -98,9 +100,10 @@ class Server:
         return Client(self.url, self.key, transport=httpx.HTTPTransport())
 
     def what_went_wrong(self) -> str:
-        """Return the first lines of the log that name an error, and its end: engines end before what started them."""
+        """Return the first lines of the log that name an error or why an engine ends, and the end of the log: engines end
+        before what started them."""
         lines = self.log.read_text(errors="replace").splitlines()
-        named = dict.fromkeys(line for line in lines if re.search(r"\b[A-Z]\w*(?:Error|Exception): ", line))
+        named = dict.fromkeys(line for line in lines if _WRONG.search(line))
         return "\n".join([*list(named)[:5], "…", self.tail()])
 
     def tail(self, lines: int = 25) -> str:
