@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import UniProcExecutor
 
 from vllm_fp8ext.compat.wrapping import wrap
@@ -21,6 +21,9 @@ REPLACES: tuple[str, ...] = ("vllm.v1.engine.core:EngineCore.collective_rpc(meth
 USES: dict[str, tuple[str, ...]] = {
     "hear of calls on a model in the engine's own process": (
         "vllm.v1.executor.uniproc_executor:UniProcExecutor.driver_worker",
+    ),
+    "end an engine in a process of its own whose trainer's call waits in vain": (
+        "vllm.v1.engine.core:EngineCoreProc",
     ),
 }
 UPSTREAM: str = "none known"
@@ -40,6 +43,7 @@ def attach(core: Any, engine_of: Callable[[Any], Any]) -> None:
         rank = getattr(worker, "fp8ext_rank", None)
         if rank is not None:
             rank.loads.around = calls.collected
+            rank.loads.may_end = isinstance(core, EngineCoreProc)
 
 
 def _wrap_collective_rpc(original: Any) -> Any:

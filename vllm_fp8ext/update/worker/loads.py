@@ -63,10 +63,12 @@ class Loads:
     """Calls on the served model of one rank, between two questions of the engine.
 
     `around`: entered around each call, where the engine lives in this process and may not have been asked to make it.
+    `may_end`: whether this process is the engine's or a worker's own, which may end; not where it is the trainer's.
     """
 
     def __init__(self, shadow: Shadow, intake: Intake, threads: WorkerThreads, device: torch.device) -> None:
         self.around: Around = nullcontext
+        self.may_end = True
         self._shadow = shadow
         self._intake = intake
         self._threads = threads
@@ -89,8 +91,7 @@ class Loads:
     def permit(self, session: str, refused: dict[str, Any] | None, seconds: float = math.inf) -> Accepted:
         """Take tensors for this update until `take`, or refuse them for a reason (`UpdateError.as_dict`).
 
-        `seconds`: a call that has begun the update, and does nothing for so long, ends this process, unless the engine lives
-        in it.
+        `seconds`: a call that has begun the update, and does nothing for so long, ends this process if it `may_end`.
         """
         if session != self._session:
             self._came.clear()
@@ -138,7 +139,7 @@ class Loads:
             return targets
 
     def _expect_more(self) -> None:
-        if self.around is nullcontext and self._seconds < math.inf:
+        if self.may_end and self._seconds < math.inf:
             self._stalled.expect(self._seconds)
 
     @contextmanager
