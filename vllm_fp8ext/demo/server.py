@@ -100,8 +100,10 @@ class Server:
         return Client(self.url, self.key, transport=httpx.HTTPTransport())
 
     def what_went_wrong(self) -> str:
-        """Return the first lines of the log that name an error or why an engine ends, and the end of the log: engines end
-        before what started them."""
+        """Return the first lines of the log that tell why a process ends, and its end.
+
+        Engines end before what started them.
+        """
         lines = self.log.read_text(errors="replace").splitlines()
         named = dict.fromkeys(line for line in lines if _WRONG.search(line))
         return "\n".join([*list(named)[:5], "…", self.tail()])
