@@ -100,7 +100,7 @@ class Server:
         return Client(self.url, self.key, transport=httpx.HTTPTransport())
 
     def what_went_wrong(self) -> str:
-        """Return the first lines of the log that tell why a process ends, and its end.
+        """Return what the log first tells of why a process ends, and its last lines.
 
         Engines end before what started them.
         """
