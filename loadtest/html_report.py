@@ -45,7 +45,9 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
     for report, name in zip(reports, names, strict=True):
         parts.append(f"<h2>{_text(name)} over time</h2>")
         figure = _figure(report)
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=script, config={"displaylogo": False}))
+        parts.append(
+            figure.to_html(full_html=False, include_plotlyjs=script, config={"displayModeBar": False})
+        )
         script = False
         parts.append(_updates(report))
     parts.append(_provenance(reports, names))
@@ -78,7 +80,7 @@ def _figure(report: dict[str, Any]) -> go.Figure:
         "output tokens per second",
         "largest latencies, ms",
         "requests at the server",
-        "KV cache in use",
+        "KV cache in use, %",
     )
     figure = make_subplots(rows=4, cols=1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.06)
     scraped = data["scrapes"]
@@ -93,14 +95,18 @@ def _figure(report: dict[str, Any]) -> go.Figure:
     line(2, "first token", data["at"], first)
     for name in ("running", "waiting"):
         line(3, name, at, [scrape.get(name) for scrape in scraped])
-    line(4, "KV cache", at, [scrape.get("kv_usage") for scrape in scraped])
+    usage = [scrape.get("kv_usage") for scrape in scraped]
+    line(4, "KV cache", at, [None if value is None else 100 * value for value in usage])
     for update in data["updates"]:
         figure.add_vline(update["committed"], line={"color": "#8250df", "width": 1, "dash": "dot"})
         figure.add_annotation(
             x=update["committed"], y=1.0, yref="paper", text=_text(update["version"]), showarrow=False, textangle=-90,
             yanchor="top", font={"size": 10, "color": "#8250df"},
         )  # fmt: skip
+    for title in figure.layout.annotations[: len(titles)]:
+        title.update(x=0, xanchor="left", font={"size": 14})
     figure.update_xaxes(title_text="seconds", row=4, col=1)
+    figure.update_yaxes(rangemode="tozero")
     figure.update_layout(height=900, margin={"l": 60, "r": 20, "t": 40, "b": 40}, template="plotly_white")
     return figure
 
