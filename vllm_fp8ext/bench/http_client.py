@@ -149,18 +149,28 @@ async def _all(
         await asyncio.sleep(max(0.0, start - time.time()))
         requests = [_one(session, url, json.dumps(body).encode(), load, gaps) for body in bodies]
         answers = await asyncio.gather(*requests)
-    return sum(tokens for tokens, _ in answers), time.time(), gaps, sum(parts for _, parts in answers)
+        stop = time.time()
+    # whole answers are read once all have come: that takes these processes longer than some servers need to write them
+    counted = [_count(answer) if isinstance(answer, bytes) else answer for answer in answers]
+    return sum(tokens for tokens, _ in counted), stop, gaps, sum(parts for _, parts in counted)
 
 
-async def _one(session: Any, url: str, body: bytes, load: HttpLoad, gaps: list[float]) -> tuple[int, int]:
-    """Tokens and parts of one answer."""
+def _count(answer: bytes) -> tuple[int, int]:
+    """Tokens and parts of a whole answer."""
+    return sum(len(choice["token_ids"]) for choice in json.loads(answer)["choices"]), 1
+
+
+async def _one(
+    session: Any, url: str, body: bytes, load: HttpLoad, gaps: list[float]
+) -> tuple[int, int] | bytes:
+    """Tokens and parts of a stream, or a whole answer as it came."""
     headers = {"Content-Type": "application/json"}
     async with session.post(url, data=body, headers=headers) as response:
         if response.status != 200:
             raise AnswerError(f"{url}: {response.status} {(await response.text())[:500]}")
         if not load.streamed:
-            answer = json.loads(await response.read())
-            return sum(len(choice["token_ids"]) for choice in answer["choices"]), 1
+            answer: bytes = await response.read()
+            return answer
         tokens = parts = 0
         before: dict[int, float] = {}
         async for line in response.content:
