@@ -183,7 +183,7 @@ def test_what_the_end_cuts_off_is_told_by_every_process(trivial: Trivial, tmp_pa
     assert measured["e2e"]["max"] <= measured["seconds"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_no_step_begins_after_the_end(trivial: Trivial, tmp_path: Path, processes: int) -> None:
     code, report, said = load_until(
         lambda measured: measured["steps"].get("count", 0) >= 1,
@@ -214,7 +214,7 @@ def test_a_server_that_dies_in_mid_run(crashing: Trivial, tmp_path: Path) -> Non
     assert report["measured"]["e2e"]["count"] >= 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, processes: int) -> None:
     most = 300
     code, report, said = load(
@@ -248,10 +248,14 @@ def refused(url: str, folder: Path, *more: str) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--slo", "foo<1"), "SLO: expected NAME<VALUE"),
+        pytest.param(("--slo", "foo<1"), "SLO: expected NAME<VALUE", marks=pytest.mark.full),
         (("--slo", "ttft<1", "--processes", "2"), "found 'ttft<1'"),
-        (("--input-tokens", "many"), "lengths: expected"),
-        (("--vocabulary", "5"), "vocabulary: expected more than 10 token ids, found 5"),
+        pytest.param(("--input-tokens", "many"), "lengths: expected", marks=pytest.mark.full),
+        pytest.param(
+            ("--vocabulary", "5"),
+            "vocabulary: expected more than 10 token ids, found 5",
+            marks=pytest.mark.full,
+        ),
         (("--update-every", "5"), "expected at least one for --update-every 5, found none"),
     ],
 )
@@ -261,7 +265,7 @@ def test_options_that_are_wrong_are_refused(
     assert message in refused(trivial.url, tmp_path, *more)
 
 
-@pytest.mark.parametrize("more", [(), ("--model", "trivial")])
+@pytest.mark.parametrize("more", [(), pytest.param(("--model", "trivial"), marks=pytest.mark.full)])
 def test_nobody_there(unused_port: int, tmp_path: Path, more: tuple[str, ...]) -> None:
     url = f"http://127.0.0.1:{unused_port}"
     line = refused(url, tmp_path, *more)
@@ -272,10 +276,15 @@ def test_nobody_there(unused_port: int, tmp_path: Path, more: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("key", "more", "message"),
     [
-        (None, (), "FP8EXT_ADMIN_KEY is not set"),
+        pytest.param(None, (), "FP8EXT_ADMIN_KEY is not set", marks=pytest.mark.full),
         ("wrong", (), "the admin key is wrong"),
         ("right", ("--checkpoints", "nosuch"), "found no *.safetensors in /"),
-        ("schlüssel", (), "FP8EXT_ADMIN_KEY: expected a key of printable ASCII characters"),
+        pytest.param(
+            "schlüssel",
+            (),
+            "FP8EXT_ADMIN_KEY: expected a key of printable ASCII characters",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_updates_that_can_not_be_made_are_refused_before_any_load(
@@ -503,7 +512,7 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
     assert "time to first token" in done.stdout
 
 
-@pytest.mark.parametrize("traffic", ["rollout", "poisson"])
+@pytest.mark.parametrize("traffic", ["rollout", pytest.param("poisson", marks=pytest.mark.full)])
 def test_every_process_needs_a_user(trivial: Trivial, traffic: str) -> None:
     """Where one user of each sends; else a part of what is to be sent would wait for ever."""
     done = locust(trivial.url, "--processes", "2", "--traffic", traffic, "--rate", "5", "--run-time", "600s")
