@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures show what the results say, and can be read by day and by night."""
 
+import hashlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -45,3 +46,9 @@ def test_ink_and_ground_follow_the_theme(file: Path) -> None:
     assert "prefers-color-scheme:dark" in text
     assert text.count("var(--c0)") > 3
     assert "#000000" not in text
+
+
+@pytest.mark.parametrize("source", sorted(IMAGES.glob("*.mmd")), ids=lambda file: file.name)
+def test_diagrams_are_drawn_from_their_sources(source: Path) -> None:
+    drawn = source.with_suffix(".svg").read_text()
+    assert f"<!-- {hashlib.sha256(source.read_bytes()).hexdigest()} -->" in drawn

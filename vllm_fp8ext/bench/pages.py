@@ -49,11 +49,20 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
 def save_picture(figure: Any, file: Path) -> None:
     """Write a figure of matplotlib as SVG: text and ground follow the reader's light or dark theme."""
     figure.savefig(file, format="svg", metadata={"Date": None})
-    text = file.read_text()
+    file.write_text(themed(file.read_text()))
+
+
+def themed(svg: str) -> str:
+    """Return an SVG whose `INK`, `PAPER` and `FAINT` follow the reader's light or dark theme."""
     for number, day in enumerate(_NIGHT):
         # a viewer that knows no variables takes the first of the two
-        text = re.sub(rf"(fill|stroke): {day}", rf"\1: {day}; \1: var(--c{number})", text)
+        svg = re.sub(
+            rf"(fill|stroke|background-color|(?<!-)color): ?{day}\b",
+            rf"\1: {day}; \1: var(--c{number})",
+            svg,
+            flags=re.IGNORECASE,
+        )
     days = "".join(f"--c{number}:{day};" for number, day in enumerate(_NIGHT))
     nights = "".join(f"--c{number}:{night};" for number, night in enumerate(_NIGHT.values()))
     style = f"<style>svg{{{days}}}@media(prefers-color-scheme:dark){{svg{{{nights}}}}}</style>"
-    file.write_text(re.sub(r"(<svg [^>]*>)", rf"\1\n {style}", text, count=1))
+    return re.sub(r"(<svg [^>]*>)", rf"\1\n {style}", svg, count=1)
