@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked_python.processes import run
-from transformers import DeepseekV2Config
+from transformers import DeepseekV2Config, Llama4TextConfig
 
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.environment import ADMIN_KEY
@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": "mla", "attention_backend": "CPU_MLA", "dcp": 2},
         "--decode-context-parallel-size > 1 with latent attention (MLA): each rank copies the others' weights",
     ),
+    "Llama 4": ({"model": "llama4"}, "Llama 4: vLLM's loader sorts the rows of q_proj and k_proj anew"),
     "dev mode": (
         {"VLLM_SERVER_DEV_MODE": "1"},
         "it opens weight routes that need no key, which this plugin's replace; expected fp8ext among VLLM_PLUGINS",
@@ -188,9 +189,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **latent, **shape, v_head_dim=16, vocab_size=128, architectures=["DeepseekV2ForCausalLM"]
     )
     config.save_pretrained(folder / "mla")
+    llama4 = Llama4TextConfig(**shape, vocab_size=128, architectures=["Llama4ForCausalLM"])
+    llama4.save_pretrained(folder / "llama4")
     cases = {name: dict(options) for name, (options, _) in REFUSED.items()} | TAKEN
     for options in cases.values():
-        options["model"] = str(folder / "mla" if options.get("model") == "mla" else EARLY)
+        options["model"] = str(folder / options["model"] if "model" in options else EARLY)
     out = folder / "answers.json"
     done = run(
         [sys.executable, "-P", "-c", SCRIPT, str(out)],

@@ -32,6 +32,8 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM asks a quantization method whether it takes a configuration"
 
 
+PERMUTED = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
+"""Models whose loaders change the order of rows."""
 EXPANDED = (
     "or the environment variable VLLM_MLA_DISABLE=1, which expands the attention of models that vLLM can run so "
     "(DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), for much more KV cache"
@@ -126,6 +128,10 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     offload = getattr(config, "offload_config", None)
     if offload is not None and _offloads(offload):
         reasons.append("CPU offload: offloaded weights have no address to exchange")
+    if PERMUTED & set(config.model_config.architectures):
+        reasons.append(
+            "Llama 4: vLLM's loader sorts the rows of q_proj and k_proj anew, where an update could not follow"
+        )
     if config.model_config.use_mla:
         reasons += _unsupported_latent(config)
         if config.attention_config.use_prefill_query_quantization and cache_dtype.startswith("fp8"):
