@@ -7,6 +7,8 @@ engine = IPCTrainerWeightTransferEngine.trainer_init(
 engine.send_weights()
 """
 
+import ssl
+from functools import cache
 from typing import Any
 
 import httpx
@@ -53,9 +55,21 @@ class WeightSyncClient:
         self._post("finish_weight_update", {"weight_version": weight_version} if weight_version else None)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        reply = httpx.post(f"{self._url}/{path}", json=json, auth=self._auth, timeout=self._timeout)
+        reply = httpx.post(
+            f"{self._url}/{path}",
+            json=json,
+            auth=self._auth,
+            timeout=self._timeout,
+            verify=_certificates(),
+        )
         if reply.is_error:
             error = reply.json().get("error")
             if error is None:
                 reply.raise_for_status()
             raise UpdateError(error["type"], error["message"], status=reply.status_code)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: to read them takes longer than a call."""
+    return httpx.create_ssl_context()
