@@ -120,7 +120,7 @@ def parse(
                 subprocess.run(["make", "-n", *rest], cwd=PROJECT, check=True, capture_output=True)
             elif program == "pip":
                 assert rest[0] == "install"
-                assert set(re.findall(r"^\.\[(.*)\]$", rest[1])) <= {"loadtest", "cuda", "cpu"}
+                assert set(re.findall(r"^\.\[(.*)\]$", rest[1])) <= {"loadtest", "cuda"}
                 assert rest[1].startswith(".") or rest[1] == "httpx[socks]", f"nobody serves {rest[1]}"
             elif program == "benchmarks/h200.sh":
                 assert (

@@ -36,7 +36,7 @@ from vllm_fp8ext.signals import end_on_sigterm
 errors = Console(stderr=True)
 
 _EXTRA = "pip install '.[{}]' in a clone"
-_SERVER = f"{_EXTRA.format('cuda')}, or [cpu] on a machine without a GPU"
+_SERVER = f"{_EXTRA.format('cuda')}; make setup there for a machine without a GPU"
 PACKAGES = {
     **dict.fromkeys(("vllm", "torch", "transformers", "safetensors", "fastapi", "numpy"), _SERVER),
     **dict.fromkeys((*LOADTEST, "gevent"), _EXTRA.format("loadtest")),
