@@ -165,6 +165,19 @@ def test_a_model_with_another_field_is_written_by_pydantic(
         assert json.loads(body) == {"choices": [choice, choice]}
 
 
+def test_logprobs_that_an_answer_leaves_out_are_not_written(tokenizer: Any, flat: Any) -> None:
+    """As of a choice whose reasoning is hidden."""
+    given = steps(len(tokenizer), 0, seed=4)
+    flat()
+    logprobs = updated(processor(tokenizer, 0), given).logprobs
+    make = makers(tokenizer, logprobs, sampled(given), 0, as_ids=False)[1]
+    expected = make().model_dump()
+    written_logprobs.begin()
+    choices = [make().model_dump() for _ in range(4)]
+    body = FastJSONResponse([choices[0], None, choices[2], choices[3]]).body
+    assert json.loads(body) == [expected, None, expected, expected]
+
+
 @pytest.mark.parametrize("router", list(ROUTERS))
 @pytest.mark.parametrize("streamed", [False, True])
 def test_only_whole_answers_are_written(router: str, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,13 @@ class Writing:
 
     def fill(self, body: bytes) -> bytes:
         """Put the texts into the JSON of an answer."""
+        pieces, position = [], 0
         for stand_in, text in self._texts.items():
-            body = body.replace(stand_in, text, 1)
-        return body
+            start = body.find(stand_in, position)  # choices come in the order in which they were made
+            if start >= 0:  # an answer may leave logprobs out
+                pieces += [body[position:start], text]
+                position = start + len(stand_in)
+        return b"".join([*pieces, body[position:]])
 
 
 def begin() -> None:
