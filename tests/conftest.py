@@ -20,6 +20,9 @@ BESIDE = Path(sys.prefix) / "beside"
 FULL_SECONDS = 1800
 """For tests that are marked `full` and say nothing else, where other work has the machine."""
 
+LONGEST = "test_faults.py"
+"""Has half of all cells that are `full`: what runs for a limited time has those of the other files first."""
+
 _STARTED = time.monotonic()
 _ENDS = pytest.StashKey[float | None]()
 """When no more tests begin, by `time.monotonic`."""
@@ -66,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(map(item.get_closest_marker, lacking))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    if config.stash[_ENDS] is not None:
+        items.sort(key=lambda item: item.path.name == LONGEST)
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_SECONDS))
