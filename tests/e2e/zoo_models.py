@@ -51,6 +51,8 @@ class Family:
     without_head_dim: bool = False
     needs_torchvision: bool = False
     refused: str | None = None
+    needs_gpu: str | None = None
+    """Why vLLM's CPU build can't serve it."""
     options: dict[str, Any] = field(default_factory=dict)
     """What the engine is started with beside the usual."""
     processor: Callable[[Path], None] | None = None
@@ -429,6 +431,30 @@ def _odd_experts() -> list[Family]:
             },
             without_head_dim=True,
             refused="sparse latent attention (index_topk)",
+        ),
+        Family(
+            name="kimi_linear",
+            known_as="Kimi-Linear",
+            kind=HYBRID,
+            architecture="KimiLinearForCausalLM",
+            sizes={
+                **NO_TIE,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 64,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "n_shared_experts": 1,
+                "linear_head_dim": 64,
+                "linear_num_heads": 4,
+                "layer_types": ["linear_attention", "full_attention"],
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+            without_head_dim=True,
+            needs_gpu="vLLM's model imports CUTLASS, which its CPU build lacks",
         ),
         Family(
             name="llama4",
