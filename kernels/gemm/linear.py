@@ -91,16 +91,20 @@ def rmsnorm_linear(
     scale_format: str,
     decode_tokens: int,
     gemm: str,
+    adds_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Apply `linear` to the RMSNorm of `x_MK (+ residual_MK)`.
 
-    Returns the product and that sum, the new residual, which is empty without a residual.
+    Returns the product and that sum, the new residual, which is empty without a residual. `adds_one`: the norm multiplies by
+    `1 + norm_K`.
     """
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize
 
     residual_MK = None if residual_MK is None else _in_rows(residual_MK)
     form, small_m = cast("ScaleFormat", scale_format), x_MK.shape[0] <= decode_tokens
-    quantized, added = rmsnorm_quantize(_in_rows(x_MK), residual_MK, norm_K, epsilon, form, small_m=small_m)
+    quantized, added = rmsnorm_quantize(
+        _in_rows(x_MK), residual_MK, norm_K, epsilon, form, small_m=small_m, adds_one=adds_one
+    )
     out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
     return out, x_MK.new_empty(0) if residual_MK is None else added
 

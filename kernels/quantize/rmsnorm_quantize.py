@@ -14,11 +14,19 @@ from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
 
 
 def rmsnorm_quantize_reference(
-    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, epsilon: float, scale_format: ScaleFormat
+    x_MK: Tensor,
+    residual_MK: Tensor | None,
+    weight_K: Tensor,
+    epsilon: float,
+    scale_format: ScaleFormat,
+    *,
+    adds_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the kernel does: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded to `weight_K.dtype` before the
-    weight and after it), then `reference.quantize_activation`. Returns codes, scales and the new residual, which is the
-    input of the norm, rounded."""
+    """Compute what the kernel does: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded to the dtype of the weight
+    before it, and after it), then `reference.quantize_activation`. Returns codes, scales and the new residual, which is the
+    input of the norm, rounded. `adds_one`: the weight is `1 + weight_K`, in fp32."""
+    if adds_one:
+        weight_K = weight_K.float() + 1.0
     x = x_MK.float()
     if residual_MK is not None:
         x = x + residual_MK.float()
@@ -45,6 +53,7 @@ def _rmsnorm_quantize(
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
     ADD: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -54,6 +63,8 @@ def _rmsnorm_quantize(
     columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = columns < K
     weight = tl.load(weight_K + columns, mask=inside, other=0.0)
+    if ADDS_ONE:
+        weight = weight.to(tl.float32) + 1.0
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -83,12 +94,13 @@ def rmsnorm_quantize(
     scale_format: ScaleFormat,
     *,
     small_m: bool = False,
+    adds_one: bool = False,
 ) -> tuple[Quantized, Tensor]:
     """Norm and quantize: returns codes and scales, and the new residual `[M, K]`.
 
     `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous; without a residual the new one is `x_MK` itself. `small_m`: take
     up to twice as many warps, which are done with a token sooner but load less at once of many; squares are added in another
-    order.
+    order. `adds_one`: the weight is `1 + weight_K`, as in Gemma's norms, and nothing is rounded before it.
     """
     m, k = x_MK.shape
     codes, scales = empty(m, k, x_MK.device)
@@ -103,7 +115,7 @@ def rmsnorm_quantize(
             (x_MK, summand, weight_K, codes.view(torch.uint8), scales, added),
             (k, x_MK.stride(0), summand.stride(0)),
             (scales.stride(1), epsilon),
-            (scale_format == "pow2", early, early, add, groups, BLOCK),
+            (scale_format == "pow2", early, early, add, adds_one, groups, BLOCK),
             min(_MOST_WARPS, max(1, groups * BLOCK // (256 if small_m else 512))),
         )
     return Quantized(codes, scales), added

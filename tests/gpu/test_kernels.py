@@ -143,17 +143,22 @@ def _assert_nearly(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("small_m", [False, True])
+@pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fused_norm_of_activations(shape: tuple[int, int], small_m: bool, scale_format: ScaleFormat) -> None:
+def test_fused_norm_of_activations(
+    shape: tuple[int, int], adds_one: bool, small_m: bool, scale_format: ScaleFormat
+) -> None:
     from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize, rmsnorm_quantize_reference
 
     noise = torch.Generator("cuda").manual_seed(3)
     x, residual = kernel_cases.activations(*shape, "cuda"), kernel_cases.activations(*shape, "cuda", 5)
     scaling = torch.rand(shape[1], generator=noise, device="cuda").bfloat16() + 0.5
-    quantized, added = rmsnorm_quantize(x, residual, scaling, 1e-6, scale_format, small_m=small_m)
+    quantized, added = rmsnorm_quantize(
+        x, residual, scaling, 1e-6, scale_format, small_m=small_m, adds_one=adds_one
+    )
     _assert_nearly(
         (*quantized, added),
-        rmsnorm_quantize_reference(x, residual, scaling, 1e-6, scale_format),
+        rmsnorm_quantize_reference(x, residual, scaling, 1e-6, scale_format, adds_one=adds_one),
     )
 
 

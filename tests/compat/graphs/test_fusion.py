@@ -104,6 +104,29 @@ def test_the_first_norm(joined, weight):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("add", [False, True], ids=["alone", "with a residual"])
+def test_a_norm_of_gemma(joined, weight, add: bool):
+    """It multiplies by `1 + w` in fp32, which is not computed any more."""
+    norm = torch.linspace(-1, 1, K).bfloat16()
+
+    def layer(x: Tensor, residual: Tensor, norm: Tensor, codes: Tensor, scales: Tensor) -> Any:
+        scaling = torch.ops.prims.convert_element_type(norm, torch.float32) + 1.0
+        if not add:
+            return linear(torch.ops.vllm_ir.rms_norm(x, scaling, EPSILON, None), (codes, scales))
+        normed, added = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, scaling, EPSILON, None)
+        return linear(normed, (codes, scales)), added
+
+    inputs = integers(M, K), integers(M, K, seed=1), norm, *weight
+    graph = traced(layer, *inputs)
+    before = graph(*inputs)
+    assert joined(graph.graph) == {"rmsnorm_linear": 1}
+    assert not any(node.target is torch.ops.aten.add.Tensor for node in graph.graph.nodes)
+    graph.recompile()
+    after = graph(*inputs)
+    for actual, expected in zip(after, before, strict=True) if add else [(after, before)]:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("why", ["another reads it", "no weight", "part of the row", "other dtype"])
 def test_norms_that_stay(joined, weight, why: str):
     norm = torch.ones(K, dtype=torch.float32 if why == "other dtype" else torch.bfloat16)

@@ -69,21 +69,23 @@ def layer_of(route: GemmRoute) -> tuple[Any, Any]:
     [(GemmRoute(0, "cutlass"), {False}), (GemmRoute(8, "cutlass"), {False, True})],
     ids=str,
 )
+@pytest.mark.parametrize("gemma", [False, True])
 def test_norms_are_run_for_few_tokens_where_the_decode_gemm_takes_them(
-    route: GemmRoute, wanted: set[bool], monkeypatch: pytest.MonkeyPatch
+    route: GemmRoute, wanted: set[bool], gemma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fp8ext.compat.warmup import warmup
 
     seen: set[tuple[bool, bool]] = set()
 
-    def norm(_x: Any, residual: Any, *_: Any, small_m: bool) -> None:
+    def norm(_x: Any, residual: Any, *_: Any, small_m: bool, adds_one: bool) -> None:
+        assert adds_one == gemma
         seen.add((small_m, residual is None))
 
     for name in ("warm_up_quantizers", "_quantize"):
         monkeypatch.setattr(warmup, name, lambda *_: None)
     monkeypatch.setattr(warmup, "rmsnorm_quantize", norm)
     monkeypatch.setattr(warmup.decode_gemm, "decode_gemm", lambda *_: None)
-    warmup._run(*layer_of(route), 8)
+    warmup._run(*layer_of(route), 8, {gemma})
     assert seen == {(small_m, alone) for small_m in wanted for alone in (False, True)}
 
 

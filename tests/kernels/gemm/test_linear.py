@@ -188,4 +188,4 @@ def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
     x, codes, scales = operands(tokens, 7, 256, 3, torch.bfloat16, "fp32")
     norm_K = torch.ones(256).bfloat16()
     linear.rmsnorm_linear(x, None, norm_K, 1e-6, codes, scales, None, "fp32", most, "noted")
-    assert seen == [{"small_m": small_m}]
+    assert seen == [{"small_m": small_m, "adds_one": False}]

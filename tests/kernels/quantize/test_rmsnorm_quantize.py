@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.kernels.testing import hard_cases, kernel_cases
 
@@ -23,9 +24,11 @@ from vllm_fp8ext.kernels.quantize.rmsnorm_quantize import rmsnorm_quantize_refer
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from((127, 128, 129, 1024)), st.integers(1, 2500))
 
 
-def rmsnorm_quantize(*arguments: Any, small_m: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def rmsnorm_quantize(
+    *arguments: Any, small_m: bool = False, adds_one: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the new residual, as the reference returns them."""
-    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, small_m=small_m)
+    (codes, scales), added = kernel.rmsnorm_quantize(*arguments, small_m=small_m, adds_one=adds_one)
     return codes, scales, added
 
 
@@ -99,3 +102,20 @@ def test_only_the_token_with_what_is_not_finite_is_lost(device: str, value: floa
     for row in (0, 2):
         assert kernel_cases.same(quantized[0][row], expected[0][row])
         assert kernel_cases.same(quantized[1][row], expected[1][row])
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["alone", "with a residual"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_gemma_multiply_by_one_more(device: str, dtype: torch.dtype, add: bool) -> None:
+    """As vLLM computes them: by `1 + weight` in fp32, and rounded once."""
+    x = hard_cases.integers(3, 300, exponent=0, dtype=dtype, seed=4)
+    residual = hard_cases.integers(3, 300, exponent=0, dtype=dtype, seed=5) if add else None
+    weight = hard_cases.awkward(1, 300, "normal", dtype)[0].clamp(-2, 2)
+    here = x.to(device), None if residual is None else residual.to(device), weight.to(device)
+    quantized = rmsnorm_quantize(*here, 1e-6, "fp32", adds_one=True)
+    expected = rmsnorm_quantize_reference(x, residual, weight, 1e-6, "fp32", adds_one=True)
+    assert [kernel_cases.same(a, b) for a, b in zip(quantized, expected, strict=True)] == [True] * 3
+    whole = x.float() if residual is None else x.float() + residual.float()
+    normed = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + 1e-6)
+    by_hand = reference.quantize_activation((normed * (weight.float() + 1)).to(dtype), "fp32")
+    assert [kernel_cases.same(a, b) for a, b in zip(quantized, by_hand, strict=False)] == [True] * 2

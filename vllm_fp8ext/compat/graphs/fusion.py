@@ -19,7 +19,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 from vllm_fp8ext.compat.graphs import graph_nodes
 from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
-from vllm_fp8ext.compat.graphs.graph_nodes import alike
+from vllm_fp8ext.compat.graphs.graph_nodes import alike, calls
 from vllm_fp8ext.kernels.attention import rotary
 from vllm_fp8ext.kernels.gemm import linear
 
@@ -134,11 +134,14 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if weight is None or any(part is not None for part in rest) or norm.kwargs:
         return False
+    plain = _without_one(weight)
+    weight = plain or weight
     if not alike(x, weight) or (residual is not None and not alike(x, residual)):
         return False
     with graph.inserting_before(node):
         joined = graph.call_function(
-            torch.ops.fp8ext.rmsnorm_linear.default, (x, residual, weight, epsilon, *node.args[1:])
+            torch.ops.fp8ext.rmsnorm_linear.default,
+            (x, residual, weight, epsilon, *node.args[1:], plain is not None),
         )
         out = graph.call_function(operator.getitem, (joined, 0))
         added = graph.call_function(operator.getitem, (joined, 1))
@@ -149,6 +152,17 @@ def _join_norm(graph: fx.Graph, node: fx.Node) -> bool:
             user.replace_all_uses_with(added)
     node.replace_all_uses_with(out)
     return True
+
+
+def _without_one(weight: Any) -> fx.Node | None:
+    """Return `w` of a weight that is `w.float() + 1`, as Gemma's norms have it; None for others."""
+    if not calls(weight, torch.ops.aten.add.Tensor) or weight.kwargs or weight.args[1] != 1:
+        return None
+    converted = weight.args[0]
+    if not calls(converted, torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default):
+        return None
+    fp32 = getattr(converted.meta.get("val"), "dtype", None) == torch.float32
+    return converted.args[0] if fp32 else None
 
 
 def _join_gate(graph: fx.Graph, node: fx.Node) -> bool:

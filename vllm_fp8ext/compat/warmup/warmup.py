@@ -7,6 +7,7 @@ Numbers of tokens are those of the registered kernels (`GemmKernel.warmup_shapes
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
 from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.warmup.deep_gemm_compile import compile_ahead
@@ -37,7 +39,11 @@ WHY: str = (
 )
 GAIN: str = "no request waits for a compiler"
 REPLACES: tuple[str, ...] = ()
-USES: dict[str, tuple[str, ...]] = {}
+USES: dict[str, tuple[str, ...]] = {
+    "know norms that multiply by one more than their weight": (
+        "vllm.model_executor.layers.layernorm:GemmaRMSNorm",
+    ),
+}
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM warms up kernels of a plugin's methods"
 GPU_ONLY: bool = True
@@ -60,14 +66,14 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
     for holder, method in products(model):
         if method.route is not None:
             layers.setdefault((holder.weight.shape[0], holder.weight.shape[1]), (holder, method))
-    experts = expert_layers(model)
+    experts, norms = expert_layers(model), norms_that_add_one(model)
     sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, max_tokens)}
     with ThreadPoolExecutor(1) as beside:
         device = next(model.parameters()).device
         ahead = beside.submit(compile_ahead, sizes, device)
         _compile(layers)
         for layer, method in layers.values():
-            _run(layer, method, max_tokens)
+            _run(layer, method, max_tokens, norms)
         run_experts(experts, max_tokens, deep_gemm=False)
         formats = {method.scale_format for _, method in layers.values()}
         formats |= {method.scale_format for _, method, _ in experts}
@@ -129,7 +135,15 @@ def _deep_gemm_sizes(layers: Layers, max_tokens: int) -> Sizes:
     }
 
 
-def _run(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> None:
+def norms_that_add_one(model: nn.Module) -> set[bool]:
+    """Tell which kinds of norms a model has: whether they multiply by one more than their weight."""
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    return {isinstance(norm, GemmaRMSNorm) for norm in norms} or {False}
+
+
+def _run(
+    layer: Any, method: BlockFp8LinearMethod, max_tokens: int, adds_one: Collection[bool] = (False,)
+) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
     k = weight.shape[1]
@@ -137,8 +151,9 @@ def _run(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> None:
     dtype = method.out_dtype
     x = torch.zeros(decode_gemm_configs.TOKENS[-1], k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
-    for small_m, residual in itertools.product({False, method.route.decode_tokens > 0}, (None, x[:1])):
-        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, small_m=small_m)
+    few = {False, method.route.decode_tokens > 0}
+    for small_m, residual, one in itertools.product(few, (None, x[:1]), adds_one):
+        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, small_m=small_m, adds_one=one)
     for count in {1, min(large_m(k), max_tokens)}:
         _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
     for tokens, before in _decode_kernels(method):
