@@ -109,9 +109,14 @@ def served(llm: LLM) -> Tensor:
 
 
 def sampled(llm: LLM) -> list[Any]:
-    """Tokens and their log-probabilities, by the way of flat logprobs."""
+    """Tokens and their log-probabilities, by the way of flat logprobs.
+
+    Requests run beside each other on a GPU. On a CPU they come one by one: floats depend on who else is in a step.
+    """
     asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=1)
-    outputs = llm.generate([{"prompt_token_ids": PROMPT[:9]}] * 3, asked, use_tqdm=False)
+    prompts: list[Any] = [{"prompt_token_ids": PROMPT[:9]}] * 3
+    beside = [prompts] if torch.cuda.device_count() else [[prompt] for prompt in prompts]
+    outputs = [output for each in beside for output in llm.generate(each, asked, use_tqdm=False)]
     return [
         [(token, step[token].logprob) for token, step in zip(one.token_ids, one.logprobs, strict=True)]
         for one in (output.outputs[0] for output in outputs)
