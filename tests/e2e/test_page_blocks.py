@@ -259,9 +259,9 @@ def test_servers(block: Block, folder: Path, here: Path, trained: nn.Module) -> 
                 assert '"text":"9750"' in text or "late" in text
             for snippet in blocks():
                 if snippet.page == block.page and snippet.text.startswith(AFTER_START):
-                    names = {"client": Client(url, KEY), "model": trained, "prompts": [[3, 4, 5, 6]]}
-                    execute(snippet.text, names)
-                    assert names["client"].weights().epoch == 1
+                    with Client(url, KEY) as client:
+                        execute(snippet.text, {"client": client, "model": trained, "prompts": [[3, 4, 5, 6]]})
+                        assert client.weights().epoch == 1
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
