@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site has every page, and every link of a page leads to a place on it. `make site` builds it, and checks anchors too."""
 
-import importlib.util
 import posixpath
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from program_modules import module_of
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGES = sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))
@@ -16,12 +16,7 @@ PAGES = sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))
 @pytest.fixture(scope="module")
 def site_pages() -> ModuleType:
     """Return the hook of MkDocs, which needs MkDocs only when it is called by it."""
-    spec = importlib.util.spec_from_file_location("site_pages", PROJECT / "scripts" / "site_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("scripts/site_pages.py")
 
 
 def test_every_page_is_in_the_navigation_once(site_pages: ModuleType) -> None:

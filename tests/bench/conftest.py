@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts of `benchmarks/` as modules."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from program_modules import module_of
 
 
 def script(name: str) -> ModuleType:
     """One of them, not run."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(f"benchmarks/{name}.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,12 @@
 """Commands that measure the trainer kit, on models of a moment."""
 
 import argparse
-import importlib.util
 import itertools
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from program_modules import module_of
 from torch import nn
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def model() -> nn.Module:
@@ -29,7 +17,7 @@ def model() -> nn.Module:
 
 def test_every_variant_trains() -> None:
     """On one batch: all of them lower its loss, and most of them end near BF16's."""
-    module = load("low_precision_training")
+    module = module_of("benchmarks/low_precision_training.py")
     batch = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(0))
     losses = {}
     for variant in module.VARIANTS:
@@ -49,7 +37,7 @@ def test_every_variant_trains() -> None:
 
 
 def test_memory_and_rates_are_measured() -> None:
-    module = load("coat")
+    module = module_of("benchmarks/coat.py")
     options = argparse.Namespace(steps=2, warmup=1, batch=2, tokens=9)
     runs = [module.measure(model(), 16, variant, options) for variant in module.VARIANTS]
     for run, peak in zip(runs, (30, 20, 24, 10), strict=True):
@@ -63,7 +51,7 @@ def test_memory_and_rates_are_measured() -> None:
 
 
 def test_layers_are_timed() -> None:
-    cases = load("trainer_layers").measure(4, 128, 128, samples=2, passes=1, device="cpu")
+    cases = module_of("benchmarks/trainer_layers.py").measure(4, 128, 128, samples=2, passes=1, device="cpu")
     assert [(case["variant"], case["passes"]) for case in cases] == [
         (name, passes) for name in ("bf16", "block_e4m3", "block_bf16") for passes in ("forward", "both")
     ]

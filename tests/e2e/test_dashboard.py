@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dashboard's queries have data once a real Prometheus has scraped a server that took updates."""
 
-import importlib.util
 import json
 import shutil
 import socket
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import httpx
 import pytest
+from program_modules import module_of
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.demo.server import Server
@@ -32,12 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def picture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("picture", PROJECT / "benchmarks" / "dashboard_picture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("benchmarks/dashboard_picture.py")
 
 
 @pytest.fixture
