@@ -27,7 +27,6 @@ from vllm_fp8ext.checkpoints import DIGITS, EARLY, AdditionProblem, held_out, pr
 from vllm_fp8ext.demo.grpo import Policy, SampledBatch
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
-from vllm_fp8ext.serve.client import Client
 from vllm_fp8ext.trainer.correction import Correction
 from vllm_fp8ext.trainer.mismatch import measure
 from vllm_fp8ext.trainer.recipes import BlockScaling
@@ -92,7 +91,7 @@ def run(
     """Train each variant from each seed, and show what came of it; 0 once all have ended.
 
     Args:
-        origin: provenance of the results.
+        origin: provenance of what this call trains.
         out: results as JSON: read, if it is there, and written after each run.
         html: a page with the curves.
 
@@ -100,8 +99,11 @@ def run(
         RuntimeError: a server did not start.
         UpdateError: a push was refused.
     """
+    if html is not None:  # plotly is of another extra: a lack of it is told before hours of training
+        from vllm_fp8ext.demo.rl_page import page
     console = Console()
-    cases = _read(out)
+    results = _read(out)
+    cases = results["cases"]
     wanted = [(name, seed) for name in variants for seed in seeds]
     missing = [key for key in wanted if not any(_same(case, key, plan) for case in cases)]
     with (
@@ -116,16 +118,16 @@ def run(
                     for name, seed in runs:
                         task = bar.add_task(f"{name}, seed {seed}", total=plan.steps)
                         case = _train(server, name, seed, plan, lambda task=task: bar.advance(task))
-                        cases.append(case)
-                        _write(out, origin, cases)
+                        if origin not in results["runs"]:
+                            results["runs"].append(origin)
+                        cases.append({**case, "run": len(results["runs"]) - 1})
+                        _write(out, results)
                         console.print(
                             f"{name}, seed {seed}: {case['accuracy']:.1%} after {case['seconds']:.0f} s"
                         )
     shown = [case for case in cases if any(_same(case, key, plan) for key in wanted)]
     console.print(_table(shown))
     if html is not None:
-        from vllm_fp8ext.demo.rl_page import page  # plotly is of another extra
-
         html.write_text(page(shown), encoding="utf-8")
     return 0
 
@@ -158,7 +160,7 @@ def _train(server: Server, name: str, seed: int, plan: Plan, advance: Any) -> di
             with _timed(seconds["train"]):
                 _step(policy, rollout, plan, variant, curves)
             with _timed(seconds["push"]):
-                _push(client, policy, step)
+                client.push(policy.tensors(), version=f"step-{step + 1}")
             advance()
     held = problems(HELD_OUT)
     return {
@@ -183,10 +185,6 @@ def _step(
     curves["mismatch_kl"].append(mismatch.kl_k3)
     curves["ess"].append(mismatch.effective_sample_size)
     curves["entropy"].append((entropy * rollout.mask).sum().item() / rollout.mask.sum().item())
-
-
-def _push(client: Client, policy: Policy, step: int) -> None:
-    client.push(policy.tensors(), version=f"step-{step + 1}")
 
 
 def _training(generator: random.Random, count: int) -> list[AdditionProblem]:
@@ -243,7 +241,7 @@ def _table(cases: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column == "variant" else "right")
     for name in dict.fromkeys(case["variant"] for case in cases):
         of = [case for case in cases if case["variant"] == name]
-        late = {curve: [later(case[curve]) for case in of] for curve in CURVES}
+        late = {curve: [_later(case[curve]) for case in of] for curve in CURVES}
         table.add_row(
             name,
             str(len(of)),
@@ -257,7 +255,7 @@ def _table(cases: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def later(curve: Sequence[float]) -> float:
+def _later(curve: Sequence[float]) -> float:
     """Return the mean of a curve's last steps, `LATER` of all."""
     return statistics.fmean(curve[-max(1, round(LATER * len(curve))) :])
 
@@ -273,13 +271,21 @@ def _same(case: dict[str, Any], key: tuple[str, int], plan: Plan) -> bool:
     return (case["variant"], case["seed"]) == key and case["plan"] == asdict(plan)
 
 
-def _read(out: Path | None) -> list[dict[str, Any]]:
-    return json.loads(out.read_text(encoding="utf-8"))["cases"] if out is not None and out.exists() else []
+def _read(out: Path | None) -> dict[str, Any]:
+    """Cases so far, and the provenance of each call that made some: a case names its own by `run`."""
+    if out is None or not out.exists():
+        return {"runs": [], "cases": []}
+    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return results
 
 
-def _write(out: Path | None, origin: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+def _write(out: Path | None, results: dict[str, Any]) -> None:
+    """Write beside the file first: what ends this process leaves the runs that it has."""
     if out is not None:
-        out.write_text(json.dumps({"provenance": origin, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        beside = out.with_name(f"{out.name}.part")
+        text = json.dumps({**results, "provenance": results["runs"][-1]}, indent=1)
+        beside.write_text(f"{text}\n", encoding="utf-8")
+        beside.replace(out)
 
 
 @contextlib.contextmanager
