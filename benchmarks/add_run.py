@@ -22,7 +22,7 @@ IDENTITY = (
 )
 """Identity of a case; everything else was measured."""
 NOTHING = '{\n  "cases": []\n}'
-"""What a file of results has before its first run."""
+"""Text of a file of results before its first run."""
 SETUP = ("model", "requests", "input", "output", "kv_cache")
 """What a case and its BF16 have in common."""
 

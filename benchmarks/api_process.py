@@ -25,16 +25,16 @@ from typing import Any
 
 from vllm_fp8ext.bench.http_client import ROUTES, HttpLoad
 from vllm_fp8ext.bench.options import json_object
-from vllm_fp8ext.bench.over_http import _load
+from vllm_fp8ext.bench.over_http import load_of
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.tokenizer import write_tokenizer
 from vllm_fp8ext.environment import ADMIN_KEY
 
 VOCABULARY = 151_936
 STEP_SECONDS = 0.007
-"""Of a step of 128 requests on a GPU, as messages' times say."""
+"""Seconds between messages, as a GPU takes for a step of 128 requests."""
 STEP_TOKENS = 8192
-"""Of prompts in a step."""
+"""Tokens of prompts in a step."""
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ async def _run(folder: Path, options: argparse.Namespace) -> None:
     collections = _watch_collector()
     origin, cases = provenance(), []
     for text in options.cases:
-        load = HttpLoad(**vars(_load(text, options)) | {"vocabulary": VOCABULARY})
+        load = HttpLoad(**vars(load_of(text, options)) | {"vocabulary": VOCABULARY})
         turns = []
         for turn in range(options.repeat + 1):
             told = await _turn(client, app, load, options, collections)
@@ -126,7 +126,8 @@ async def _turn(
 
 async def _ask(app: Any, body: dict[str, Any], path: str) -> int:
     """The status of an answer, once its last byte is written."""
-    raw, status, waiting = json.dumps(body).encode(), [0], [json.dumps(body).encode()]
+    raw, status = json.dumps(body).encode(), [0]
+    waiting = [raw]
     never = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -153,7 +154,7 @@ async def _ask(app: Any, body: dict[str, Any], path: str) -> int:
 
 
 def _messages(requests: list[Any], load: HttpLoad, options: Any) -> list[list[bytes]]:
-    """What an engine core sends of these requests, encoded."""
+    """Encode the messages that an engine core sends of these requests."""
     import numpy as np
     from vllm.v1.engine import (
         EngineCoreEvent,
@@ -219,7 +220,7 @@ def _messages(requests: list[Any], load: HttpLoad, options: Any) -> list[list[by
 
 
 def _holding(states: dict[str, Any], put: Callable[[Any], None], options: Any) -> Callable[[Any], None]:
-    """What passes messages on to `put`, as the engine core of a variant does."""
+    """Return a function that passes messages on to `put`, as a variant's engine core does."""
     if options.variant != "blockfp8":
         return put
     from vllm_fp8ext.compat.speed import output_interval

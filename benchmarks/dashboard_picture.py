@@ -4,7 +4,7 @@
     prometheus --config.file examples/grafana/prometheus.yml
     python benchmarks/dashboard_picture.py --minutes 3
 
-Prints panels whose queries have no data. Grafana itself is under the AGPL and in no registry that this project uses.
+Prints panels whose queries have no data.
 """
 
 import argparse
@@ -108,13 +108,16 @@ def query(prometheus: httpx.Client, target: dict[str, Any], minutes: float) -> S
     ).raise_for_status()
     result: Series = []
     for series in answer.json()["data"]["result"]:
-        labels = series["metric"]
-        name = re.sub(r"{{(\w+)}}", lambda word, of=labels: of.get(word[1], ""), target["legendFormat"])  # type: ignore[misc]
+        name = _legend(target["legendFormat"], series["metric"])
         values = {round(at - end): float(value) for at, value in series["values"]}
         if any(value == value for value in values.values()):  # not all of them NaN
             seconds = range(min(values), max(values) + 1, STEP_SECONDS)
             result.append((name, list(seconds), [values.get(at, math.nan) for at in seconds]))
     return result
+
+
+def _legend(form: str, labels: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda word: labels.get(word[1], ""), form)
 
 
 def _lines(axis: Axes, series: Series, panel: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ SETTINGS = {
         **dict.fromkeys(("noteBorderColor", "labelBoxBorderColor", "actorLineColor"), FAINT),
     },
 }
-"""What Mermaid is told: the colours of the other pictures."""
+"""Settings of Mermaid: the colours of the other pictures."""
 
 
 def main() -> None:

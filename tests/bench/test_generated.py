@@ -53,7 +53,7 @@ def test_a_checkpoint_is_what_its_model_takes(
 def test_other_architectures_are_loaded_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By transformers, which names each tensor that it lacks, or does not know."""
+    """Transformers names each tensor that it lacks, or does not know."""
     monkeypatch.setitem(generated.SHAPES, name, small(name))
     generated.write_checkpoint(tmp_path, name, 0, "cpu")
     made = getattr(transformers, MODEL_SHAPES[name]["architecture"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of the benchmark over HTTP count, of a server that answers what the test says."""
+"""Clients of the benchmark over HTTP count what a server answers as the test says."""
 
 import asyncio
 import json

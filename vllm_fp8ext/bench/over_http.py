@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         AnswerError: a server answered otherwise than it was asked.
     """
     options = _parser().parse_args(arguments)
-    loads = [_load(text, options) for text in options.cases]
+    loads = [load_of(text, options) for text in options.cases]
     stop = time.monotonic() + options.seconds
     origin = provenance()
     cases: list[dict[str, Any]] = []
@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(text: str, options: Any) -> HttpLoad:
+def load_of(text: str, options: Any) -> HttpLoad:
+    """Return the load that a case of --cases names."""
     first, *words = text.split(":")
     route = next((word for word in words if word in ROUTES), "completions")
     logprobs = next((word[9:] for word in words if word.startswith("logprobs=")), None)
