@@ -16,6 +16,7 @@ from vllm_fp8ext.compat.features import KEY, adopt, is_available, reason_off, re
 from vllm_fp8ext.compat.interfaces import CORE, Interface, features
 from vllm_fp8ext.compat.probe import SourceTree
 from vllm_fp8ext.errors import ConfigError, UnsupportedVllmError
+from vllm_fp8ext.log import log_once
 
 OPTIONAL = [name for name in features() if name != CORE]
 
@@ -41,8 +42,18 @@ def without(monkeypatch: pytest.MonkeyPatch, *gone: Interface) -> None:
 
 def config(**settings: object) -> SimpleNamespace:
     """The parts of a `VllmConfig` that are read."""
+    parallel = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
     return SimpleNamespace(
-        model_config=SimpleNamespace(quantization="blockfp8"), additional_config={"fp8ext": settings}
+        model_config=SimpleNamespace(
+            quantization="blockfp8",
+            runner_type="generate",
+            is_multimodal_model=False,
+            enable_prompt_embeds=False,
+        ),
+        parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
+        lora_config=None,
+        speculative_config=None,
+        additional_config={"fp8ext": settings},
     )
 
 
@@ -128,6 +139,39 @@ def test_features_are_off_that_the_settings_name(monkeypatch: pytest.MonkeyPatch
     tell(other := config())
     assert other.additional_config[KEY] == {}
     assert is_available("warmup")
+
+
+PLAIN = {"decode_step_reuse", "sampling_cudagraph", "mixed_full_cudagraph"}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("speculative_config", "drafts", "speculative decoding"),
+        ("lora_config", "adapters", "LoRA adapters"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("model_config.runner_type", "pooling", "a pooling model"),
+    ],
+)
+def test_an_engine_switches_off_what_does_not_apply(
+    where: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so once in the log, without a warning, and where features are told."""
+    without(monkeypatch)
+    log_once.cache_clear()
+    engine = config()
+    owner, _, name = where.rpartition(".")
+    setattr(getattr(engine, owner) if owner else engine, name, value)
+    with caplog.at_level(logging.INFO, "vllm.fp8ext"):
+        tell(engine)
+        tell(engine)
+    [line] = [record for record in caplog.records if said in record.getMessage()]
+    assert line.levelno == logging.INFO
+    assert all(name in line.getMessage() for name in PLAIN)
+    off = {name for name in OPTIONAL if not is_available(name)}
+    assert off == PLAIN
+    told = {state.name: state.reason for state in states(engine) if not state.on}
+    assert {told[name] for name in PLAIN} == {said}
 
 
 @pytest.mark.parametrize("name", ["core", "flatlogprobs"])

@@ -11,22 +11,16 @@ import pytest
 from forked_python.processes import run
 from transformers import DeepseekV2Config, Llama4TextConfig
 
-from vllm_fp8ext.checkpoints import EARLY
+from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.environment import ADMIN_KEY
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
     "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size > 1: run one server per replica"),
     "LoRA": ({"enable_lora": True}, "--enable-lora: adapters are not part of an update"),
-    "speculative": (
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "prompt_lookup_max": 3,
-            }
-        },
-        "--speculative-config: a draft model would keep its old weights",
+    "a draft model": (
+        {"speculative_config": {"model": str(LATE), "num_speculative_tokens": 2}},
+        "--speculative-config with method draft_model: its draft model would keep its old weights; expected method ngram or",
     ),
     "EPLB": ({"enable_eplb": True}, "--enable-eplb: experts would move between ranks"),
     "EPLB without updates": (
@@ -124,6 +118,9 @@ TAKEN: dict[str, dict[str, Any]] = {
     "dev mode beside this plugin": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "other,fp8ext"},
     "weight transfer": {"weight_transfer_config": {"backend": "nccl"}},
     "nothing special": {},
+    "drafts of n-grams": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
     "scales of an FP8 KV cache": {
         "kv_cache_dtype": "fp8",
         "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real servers on tiny models, each started once per test session, two at a time."""
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,10 @@ PATIENCE_SECONDS = 8.0
 DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 """Has vLLM's routes for trainers."""
 
-SERVED = {"servers", "others", "faulty"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+"""Speculative decoding whose drafts are looked up in a request's own tokens."""
+
+SERVED = {"servers", "others", "faulty", "drafting"}
 """Fixtures that are servers."""
 
 Server.popen = Popen
@@ -39,6 +43,9 @@ SECOND = pytest.mark.parametrize(
     "server", [pytest.param("tp1", marks=pytest.mark.full), "tp2"], indirect=True
 )
 """For tests that `make test` has on the first of the two servers alone, or on the second."""
+
+DRAFTS = pytest.param("drafts", marks=pytest.mark.full)
+"""The server with drafts, for tests that `make test` has on another one."""
 
 COLD: dict[str, dict[str, Any]] = {}
 """What each server served before its first update."""
@@ -95,10 +102,27 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield started
 
 
+@pytest.fixture(scope="session")
+def drafting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with speculative decoding, on the early checkpoint."""
+    logs = tmp_path_factory.mktemp("drafting")
+    started = Server(
+        EARLY,
+        logs / "log",
+        arguments=(*OPTIONS, "--speculative-config", json.dumps(NGRAM)),
+        settings={"allowed_dirs": [str(folder)]},
+        variables=variables(logs),
+    )
+    with answering(started):
+        yield started
+
+
 @pytest.fixture(params=["tp1", "tp2"])
-def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
-    """Each of the two servers, serving the early checkpoint."""
-    return on_early(servers[request.param])
+def server(request: pytest.FixtureRequest) -> Server:
+    """One of the two servers, or the one with drafts, serving the early checkpoint."""
+    if request.param == "drafts":
+        return on_early(request.getfixturevalue("drafting"))
+    return on_early(request.getfixturevalue("servers")[request.param])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 
 from .ask import ATTEMPTS, Stream, complete, metric
-from .conftest import FIRST
+from .conftest import DRAFTS, FIRST
 
 TOKENS = 300
 """Tokens of a request that a commit meets; enough that it still runs then."""
@@ -96,6 +96,8 @@ def _check_spans(spans: list[dict[str, Any]], tokens: int, *versions: str) -> No
         ("tp2", "recompute"),
         pytest.param("tp1", "recompute", marks=pytest.mark.full),
         pytest.param("tp2", "keep", marks=pytest.mark.full),
+        pytest.param("drafts", "keep", marks=pytest.mark.full),
+        pytest.param("drafts", "recompute", marks=pytest.mark.full),
     ],
     indirect=["server"],
 )
@@ -106,17 +108,20 @@ def test_a_running_request_gets_both_weights(server: Server, running: str):
     assert more >= 1 if running == "recompute" else more == 0
 
 
-def test_recompute_continues_as_the_new_weights_would(single: Server):
+@pytest.mark.parametrize("server", ["tp1", DRAFTS], indirect=True)
+def test_recompute_continues_as_the_new_weights_would(server: Server):
     """After the commit every token is what the new weights sample for all that stands before it."""
-    straddling = _straddle(single, "recompute")
+    straddling = _straddle(server, "recompute")
     tokens, switch = straddling["token_ids"], straddling["weight_versions"][1]["start"]
     before = straddling["prompt_token_ids"] + tokens[:switch]
     after = tokens[switch : switch + 16]
-    fresh = complete(single, before, len(after), ignore_eos=True)["choices"][0]["token_ids"]
+    fresh = complete(server, before, len(after), ignore_eos=True)["choices"][0]["token_ids"]
     assert fresh == after
 
 
-@FIRST
+@pytest.mark.parametrize(
+    "server", ["tp1", pytest.param("tp2", marks=pytest.mark.full), DRAFTS], indirect=True
+)
 def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoiled: Callable[..., Path]):
     """Weights whose last norm is negated write the same K and V, and sample the token that the others like least. A rollback
     goes from the ones to the others, and back. Each then judges the tokens that are labelled with it, in a prompt, where it
@@ -157,6 +162,7 @@ def _behind(server: Server, prompt: list[int], tokens: list[int]) -> list[float]
     ]
 
 
+@pytest.mark.parametrize("server", ["tp1", "tp2", DRAFTS], indirect=True)
 def test_cached_blocks_are_not_found_across_epochs(server: Server):
     with server.client() as client:
         _cached(server, PROMPT)
@@ -172,12 +178,13 @@ def test_cached_blocks_are_not_found_across_epochs(server: Server):
             assert _cached(server, PROMPT) >= BLOCK
 
 
-def test_a_kept_request_leaves_nothing_behind_in_the_cache(single: Server):
+@pytest.mark.parametrize("server", ["tp1", DRAFTS], indirect=True)
+def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
     """Its later blocks hold K and V that mix both weights: no request of the new epoch may find them."""
-    straddling = _straddle(single, "keep", prompt=PROMPT, tokens=300)
-    assert _cached(single, straddling["prompt"]) == 0
+    straddling = _straddle(server, "keep", prompt=PROMPT, tokens=300)
+    assert _cached(server, straddling["prompt"]) == 0
     whole = straddling["prompt_token_ids"] + straddling["token_ids"]
-    assert 0 < _cached(single, whole) <= len(straddling["prompt_token_ids"])
+    assert 0 < _cached(server, whole) <= len(straddling["prompt_token_ids"])
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["always", "as vLLM 0.33 is asked"])

@@ -12,8 +12,10 @@ from typing import Any
 
 from vllm_fp8ext.compat.interfaces import CORE, Feature, features
 from vllm_fp8ext.compat.probe import SourceTree, installed_root
+from vllm_fp8ext.compat.speed.supported_engines import reason_not_plain
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.errors import ConfigError, UnsupportedVllmError
+from vllm_fp8ext.log import log_once
 
 logger = logging.getLogger("vllm.fp8ext")
 
@@ -67,15 +69,20 @@ def tell(config: Any) -> None:
             f"features_off: expected some of {', '.join(known)}, found {', '.join(map(repr, unknown))}"
         )
 
+    other_engine = reason_not_plain(config)
+
     @functools.cache
     def reason(name: str) -> str | None:
         chosen = "the settings: features_off" if name in asked else None
-        return chosen or _missing_here(name) or reason_off(features()[name], reason, ())
+        engine = other_engine if features()[name].plain_engines else None
+        return chosen or _missing_here(name) or engine or reason_off(features()[name], reason, ())
 
     reasons = {name: why for name in features() if name != CORE and (why := reason(name))}
     config.additional_config = {**(config.additional_config or {}), KEY: reasons}
     adopt(config)
-    _warn(tuple(reasons.items()))
+    _warn(tuple((name, why) for name, why in reasons.items() if why != other_engine))
+    if of_engine := [name for name, why in reasons.items() if why == other_engine]:
+        log_once(f"blockfp8: {other_engine} switches off: {', '.join(of_engine)}")
 
 
 def adopt(config: Any) -> None:

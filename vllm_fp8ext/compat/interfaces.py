@@ -79,6 +79,8 @@ class Header:
     """The setting that switches it off, a path of `Settings`, and the value that does."""
 
     gpu_only: bool
+    plain_engines: bool
+    """Tells whether it is for engines alone that `supported_engines` finds plain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +114,11 @@ class Feature:
     def gpu_only(self) -> bool:
         """Tell whether it does nothing without a GPU."""
         return all(header.gpu_only for header in self.headers)
+
+    @property
+    def plain_engines(self) -> bool:
+        """Tell whether it is for engines alone that `supported_engines` finds plain."""
+        return any(header.plain_engines for header in self.headers)
 
 
 @cache
@@ -165,6 +172,7 @@ def _header(file: Path, tree: ast.Module, values: dict[str, Any], features: dict
         needs=frozenset({*imported, *values.get("NEEDS", ())} - {feature, CORE}),
         switch=values.get("SWITCH"),
         gpu_only=values.get("GPU_ONLY", False),
+        plain_engines=values.get("PLAIN_ENGINES", False),
     )
 
 

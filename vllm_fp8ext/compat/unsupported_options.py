@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm_fp8ext.compat.features import is_available, reason_missing, tell
 from vllm_fp8ext.compat.speed import serving_speed
 from vllm_fp8ext.compat.update import api_processes
+from vllm_fp8ext.compat.update.drafts import unsupported_drafts
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
@@ -115,8 +116,9 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
     if config.lora_config is not None:
         reasons.append("--enable-lora: adapters are not part of an update")
-    if config.speculative_config is not None:
-        reasons.append("--speculative-config: a draft model would keep its old weights")
+    drafts = config.speculative_config and unsupported_drafts(config.speculative_config)
+    if drafts:
+        reasons.append(drafts)
     if config.kv_transfer_config is not None:
         reasons.append("--kv-transfer-config: K and V of other weights could come back through a connector")
     if getattr(config, "ec_transfer_config", None) is not None:

@@ -47,6 +47,7 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM has such graphs beside those that are broken at attention"
 SWITCH: tuple[str, object] = ("kernels.mixed_full_cudagraph", False)
 GPU_ONLY: bool = True
+PLAIN_ENGINES: bool = True
 
 REQUESTS = 256
 """Most of a step, by choice: attention looks at as many in each layer, be they there or not."""

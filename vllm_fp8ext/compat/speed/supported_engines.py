@@ -17,13 +17,19 @@ def is_plain(config: Any) -> bool:
 
     It has no adapters, drafts and embeddings.
     """
+    return reason_not_plain(config) is None
+
+
+def reason_not_plain(config: Any) -> str | None:
+    """Say in a phrase what makes an engine another than `is_plain` finds; None when nothing does."""
     parallel, model = config.parallel_config, config.model_config
-    return bool(
-        parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
-        and parallel.prefill_context_parallel_size == 1
-        and config.lora_config is None
-        and config.speculative_config is None
-        and model.runner_type == "generate"
-        and not model.is_multimodal_model
-        and not model.enable_prompt_embeds
-    )
+    reasons = {
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size != 1,
+        "data parallelism": parallel.data_parallel_size != 1,
+        "context parallelism of prompts": parallel.prefill_context_parallel_size != 1,
+        f"a {model.runner_type} model": model.runner_type != "generate",
+        "inputs beside text": bool(model.is_multimodal_model or model.enable_prompt_embeds),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
