@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 
-from vllm_fp8ext.compat.speed import written_logprobs
+from vllm_fp8ext.compat.speed import unchecked_models, written_logprobs
 from vllm_fp8ext.compat.wrapping import wrap
 
 FEATURE: str = "json_responses"
@@ -93,3 +93,4 @@ def install() -> None:
     wrap(completion, "completion", _wrap_handler)
     wrap(chat, "chat", _wrap_handler)
     wrap(generate, "generate_tokens", _wrap_handler)
+    unchecked_models.install()
