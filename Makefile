@@ -12,9 +12,10 @@ setup:
 demo: setup
 	@$(VENV)/bin/fp8ext demo
 
+# AGAIN=1: what failed runs once more, alone
 test:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
-	@VENV=$(VENV) $(PYTHON) scripts/test
+	@VENV=$(VENV) $(PYTHON) scripts/test $(if $(AGAIN),--again)
 
 # what `make test` has, and every cell of its matrices
 test-all:
