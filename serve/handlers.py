@@ -41,6 +41,16 @@ class Handlers:
     async def verify(self) -> Any:
         return await self._fresh(Operation.VERIFY)
 
+    async def declare_current(self, body: schema.Current) -> Any:
+        return await run_to_end(self._declare_current(body))
+
+    async def _declare_current(self, body: schema.Current) -> dict[str, Any]:
+        async with self._backend.status_refreshed():
+            status: EngineStatus = await self._backend.engine.call_until_drained(
+                Operation.DECLARE_CURRENT, **dict(body)
+            )
+        return status.as_dict() | {"features": self._backend.features}
+
     async def _fresh(self, operation: Operation) -> Any:
         """Repeat a job whose result is of weights that are not served any more."""
         while True:

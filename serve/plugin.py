@@ -18,7 +18,7 @@ from vllm_fp8ext.compat.update.shutdown_answers import answer_at_the_end
 from vllm_fp8ext.compat.update.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
-from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.errors import ConfigError, UpdateError
 from vllm_fp8ext.serve.auth import AdminKey, basic_password
 from vllm_fp8ext.serve.backend import Backend
 from vllm_fp8ext.serve.closed_routes import close_routes
@@ -78,9 +78,12 @@ class Fp8ExtEndpoints:
         if engine_client is None:
             return
         backend = self._backend
+        settings = Settings.parse(engine_client.vllm_config.additional_config)
         guarded = bool(key_of(os.environ.get(ADMIN_KEY)))
+        if settings.ready == "when_current" and not guarded:
+            raise ConfigError(f'"ready" "when_current": expected an admin key in {ADMIN_KEY}, found none')
         if self._access is not None:
-            self._access.trust(Settings.parse(engine_client.vllm_config.additional_config).trusted_clients)
+            self._access.trust(settings.trusted_clients)
             guarded = self._access.possible
         backend.connect(engine_client, routes=guarded)
         several = backend.processes.count > 1

@@ -80,6 +80,12 @@ def _served(do: Handlers) -> tuple[ApiRoute, ...]:
             response=schema.Verified,
             summary="Compare what is served with what was committed",
         ),
+        ApiRoute(
+            call="POST /weights/current",
+            endpoint=do.declare_current,
+            response=schema.Weights,
+            summary="Say that what is loaded is what the other servers serve",
+        ),
     )
 
 

@@ -68,6 +68,7 @@ def test_what_json_can_say_is_taken() -> None:
         "load_weights_end": "complete",
         "native_complete": True,
         "native_pickled_handles": True,
+        "ready": "at_start",
         "native_update_seconds": 30.0,
         "pause_deadline_seconds": 5.0,
         "untried_layers": "refuse",
@@ -285,3 +286,9 @@ def test_new_names_of_settings_are_told_to_nobody(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "vllm.fp8ext"):
         Settings.parse({"fp8ext": {"kernels": dict.fromkeys(OLD_KERNEL_SETTINGS.values(), True)}})
     assert not caplog.records
+
+
+def test_only_an_engine_that_takes_updates_waits_for_one() -> None:
+    assert Settings.parse({"fp8ext": {"ready": "when_current", "staging": "inplace"}}).ready == "when_current"
+    with pytest.raises(ConfigError, match="expected staging shadow or inplace, found none"):
+        Settings.parse({"fp8ext": {"ready": "when_current", "staging": "none"}})

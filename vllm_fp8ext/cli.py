@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `fp8ext` command: serve, push, status, abandon, rollback, verify, digest, plan, calibrate, demo and bench."""
+"""The `fp8ext` command: serve, push, catch-up, status, abandon, rollback, verify, digest, plan, calibrate, demo and bench."""
 
 import importlib.util
 import json
@@ -23,6 +23,7 @@ from vllm_fp8ext.loadtest.command import PACKAGES as LOADTEST
 from vllm_fp8ext.memory_plan.command import plan
 from vllm_fp8ext.serve.client.command import (
     abandon,
+    catch_up,
     key_file_option,
     key_of,
     key_option,
@@ -194,7 +195,7 @@ def rl(
     sys.exit(run(variants or tuple(VARIANTS), seeds, plan, origin=provenance(), out=out, html=html))
 
 
-for command in (push, status, abandon, rollback, verify, calibrate, plan, bench):
+for command in (push, catch_up, status, abandon, rollback, verify, calibrate, plan, bench):
     cli.add_command(command)
 
 

@@ -4,7 +4,7 @@
 import difflib
 import ipaddress
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from vllm_fp8ext.errors import ConfigError
@@ -145,6 +146,10 @@ class Settings(BaseModel):
     """Answer of a server that was started with `--load-format dummy`: `refuse` requests until a full update has come, or
     `serve` random weights. With `staging` `none` no update comes, and random weights are served."""
 
+    ready: Literal["at_start", "when_current"] = "at_start"
+    """When requests are answered: `at_start`, or `when_current`, for a server that joins others. Then `/health` is 503 until
+    a full update is committed, or until `POST /fp8ext/v1/weights/current` says that its weights are those of the others."""
+
     load_weights_end: Literal["mark", "complete"] = "mark"
     """When tensors that a trainer brings by `model.load_weights` are served: `mark` when it says that all have come, by
     `finalize_layerwise_reload`, `process_weights_after_loading` or `finish_weight_update`; `complete` also as soon as every
@@ -162,6 +167,14 @@ class Settings(BaseModel):
     untried_layers: Literal["finite", "refuse"] = "finite"
     """Fate of a model with layers that no canary can run. `finite`: every tensor of an update must be finite, and that is
     all that is tried; the log says so. `refuse`: the start is refused."""
+
+    @model_validator(mode="after")
+    def _takes_updates(self) -> Self:
+        if self.ready == "when_current" and self.staging == "none":
+            raise ValueError(
+                "ready when_current waits for an update: expected staging shadow or inplace, found none"
+            )
+        return self
 
     @field_validator("trusted_clients")
     @classmethod

@@ -12,6 +12,7 @@ from vllm_fp8ext.serve.client.options import (
     Transport,
 )
 from vllm_fp8ext.serve.client.progress import Progress
+from vllm_fp8ext.serve.client.servers import ServersDns, ServersFile
 from vllm_fp8ext.serve.client.source import Pushable
 from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
@@ -29,6 +30,8 @@ __all__ = [
     "Pushable",
     "Replicas",
     "ReplicasPushOptions",
+    "ServersDns",
+    "ServersFile",
     "Transport",
     "UpdateError",
     "flatten",

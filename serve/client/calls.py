@@ -58,6 +58,24 @@ def verify(endpoint: Endpoint, /) -> Flow[schema.Verified]:
     return call(endpoint, endpoint.request("POST", "/weights/verify"), _VERIFIED)
 
 
+def declare_current(
+    endpoint: Endpoint,
+    /,
+    epoch: int,
+    *,
+    version: str | int | None = None,
+    instance: str | None = None,
+) -> Flow[schema.Weights]:
+    """Say that what a server has loaded is what the others serve. It answers requests from then on.
+
+    `version`: the label of these weights on the others. Refused unless the server serves `epoch`, and is in the life that
+    `instance` names, where that is given.
+    """
+    label = None if version is None else str(version)
+    body = body_of(schema.Current, epoch=epoch, version=label, instance=instance)
+    return call(endpoint, endpoint.request("POST", "/weights/current", json=_plain(body)), _WEIGHTS)
+
+
 def open(
     endpoint: Endpoint,
     /,
@@ -72,6 +90,7 @@ def open(
     canary: schema.Canary | None = None,
     kv_scales: schema.KvScales | None = None,
     expert_layout: schema.ExpertLayout | None = None,
+    becomes_current: bool = True,
     id: str | None = None,
 ) -> Flow[schema.Update]:
     """Open an update, or find the one of this `id` again; without one, an id is made up. Refused unless the server serves
@@ -93,6 +112,7 @@ def open(
         canary=canary,
         kv_scales=kv_scales,
         expert_layout=expert_layout,
+        becomes_current=becomes_current,
     )
     return call(endpoint, endpoint.request("POST", "/updates", json=_plain(body)), UPDATE)
 

@@ -10,10 +10,11 @@ import httpx
 
 from vllm_fp8ext.serve.client import calls
 from vllm_fp8ext.serve.client.driver import AsyncDriver, BlockingDriver
+from vllm_fp8ext.serve.client.fleet import Fleet, catch_up, push_to_all
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow
 from vllm_fp8ext.serve.client.options import ClientPushOptions, ReplicasPushOptions, by_keywords
 from vllm_fp8ext.serve.client.push import push
-from vllm_fp8ext.serve.client.replicas import push_everywhere
+from vllm_fp8ext.serve.client.servers import Servers
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -23,7 +24,7 @@ TIMEOUT = 600.0
 RETRIES = 5
 
 _push = by_keywords(push, ClientPushOptions)
-_push_everywhere = by_keywords(push_everywhere, ReplicasPushOptions)
+_push_to_all = by_keywords(push_to_all, ReplicasPushOptions)
 
 
 class _Blocking(Generic[S]):
@@ -84,12 +85,6 @@ def _awaited(
     return method
 
 
-def _endpoints(urls: Iterable[str], key: str | None, timeout: float, retries: int) -> tuple[Endpoint, ...]:
-    if isinstance(urls, str):
-        raise ValueError(f"expected the URLs of several servers, found one text, {urls!r}")
-    return tuple(Endpoint.of(url, key, timeout=timeout, retries=retries) for url in urls)
-
-
 class Client(_Blocking[Endpoint]):
     """One server's weights.
 
@@ -120,6 +115,7 @@ class Client(_Blocking[Endpoint]):
     kv_scales = _blocking(calls.kv_scales)
     digests = _blocking(calls.digests)
     verify = _blocking(calls.verify)
+    declare_current = _blocking(calls.declare_current)
     open = _blocking(calls.open)
     update = _blocking(calls.update)
     put_chunk = _blocking(calls.put_chunk)
@@ -159,6 +155,7 @@ class AsyncClient(_Awaited[Endpoint]):
     kv_scales = _awaited(calls.kv_scales)
     digests = _awaited(calls.digests)
     verify = _awaited(calls.verify)
+    declare_current = _awaited(calls.declare_current)
     open = _awaited(calls.open)
     update = _awaited(calls.update)
     put_chunk = _awaited(calls.put_chunk)
@@ -175,33 +172,39 @@ class AsyncClient(_Awaited[Endpoint]):
     push = _awaited(_push)
 
 
-class Replicas(_Blocking[tuple[Endpoint, ...]]):
-    """Several servers that are to serve the same weights. Arguments are those of `Client`; all have the same key."""
+class Replicas(_Blocking[Fleet]):
+    """Several servers that are to serve the same weights.
+
+    `servers`: their URLs, or where they are named: `ServersFile`, `ServersDns`. The other arguments are those of `Client`;
+    all servers have the same key.
+    """
 
     def __init__(
         self,
-        urls: Iterable[str],
+        servers: Iterable[str] | Servers,
         key: str | None = None,
         *,
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
     ) -> None:
-        super().__init__(_endpoints(urls, key, timeout, retries))
+        super().__init__(Fleet(servers, key, timeout=timeout, retries=retries))
 
-    push = _blocking(_push_everywhere)
+    push = _blocking(_push_to_all)
+    catch_up = _blocking(catch_up)
 
 
-class AsyncReplicas(_Awaited[tuple[Endpoint, ...]]):
+class AsyncReplicas(_Awaited[Fleet]):
     """`Replicas` for asyncio."""
 
     def __init__(
         self,
-        urls: Iterable[str],
+        servers: Iterable[str] | Servers,
         key: str | None = None,
         *,
         timeout: float = TIMEOUT,
         retries: int = RETRIES,
     ) -> None:
-        super().__init__(_endpoints(urls, key, timeout, retries))
+        super().__init__(Fleet(servers, key, timeout=timeout, retries=retries))
 
-    push = _awaited(_push_everywhere)
+    push = _awaited(_push_to_all)
+    catch_up = _awaited(catch_up)

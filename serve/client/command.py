@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fp8ext push | status | abandon | rollback | verify`: a server's weights from a shell."""
+"""`fp8ext push | catch-up | status | abandon | rollback | verify`: a server's weights from a shell."""
 
 import json
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client, schema
 from vllm_fp8ext.serve.client.flow import without_password
+from vllm_fp8ext.serve.client.replica_command import run_catch_up, servers_of, servers_options
+from vllm_fp8ext.serve.client.servers import Servers
 from vllm_fp8ext.signals import end_on_sigterm
 
 _errors = Console(stderr=True)
@@ -99,9 +101,12 @@ def key_of(key: str | None, key_file: Path | None, *urls: str) -> str | None:
 )
 @click.option("--resume", metavar="ID", help="Go on with an update that was interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the final state as JSON.")
+@servers_options
 def push(
     checkpoint: Path,
     urls: tuple[str, ...],
+    servers_file: Path | None,
+    servers_dns: str | None,
     key: str | None,
     key_file: Path | None,
     as_json: bool,
@@ -117,8 +122,11 @@ def push(
         raise click.UsageError(
             "--partial goes with --base-epoch, found none: fp8ext status tells what is served"
         )
-    if instance is not None and len(urls) > 1:
-        raise click.UsageError(f"--instance is of one server, found {len(urls)} URLs")
+    servers = _servers(servers_file, servers_dns)
+    if instance is not None and (len(urls) > 1 or servers is not None):
+        raise click.UsageError(
+            f"--instance is of one server, found {len(urls) if servers is None else 'a place of'} URLs"
+        )
     end_on_sigterm()  # the update is given up
     columns = (
         TextColumn("sending"),
@@ -132,7 +140,10 @@ def push(
         options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
         options |= {"checksum": not no_checksum, "id": resume}
         try:
-            if len(urls) == 1:
+            if servers is not None:
+                with client.Replicas(servers, key_of(key, key_file)) as replicas:
+                    updates = replicas.push(checkpoint, **options)
+            elif len(urls) == 1:
                 with client.Client(urls[0], key_of(key, key_file, urls[0])) as server:
                     if resume:
                         server.update(resume)
@@ -147,12 +158,51 @@ def push(
             raise
     if as_json:
         as_dicts = {url: update.model_dump(mode="json") for url, update in updates.items()}
-        click.echo(json.dumps(as_dicts if len(urls) > 1 else as_dicts[urls[0]], indent=2))
+        one = servers is None and len(urls) == 1
+        click.echo(json.dumps(as_dicts[urls[0]] if one else as_dicts, indent=2))
         return
     for url, update in updates.items():
         result = update.result or {}
         title = f"epoch {result.get('epoch')} is served, version {result.get('version')}"
         _phases(title, url, update.seconds)
+
+
+@click.command("catch-up")
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path), required=False)
+@click.option(
+    "--url",
+    "urls",
+    envvar=URL,
+    multiple=True,
+    default=[DEFAULT_URL],
+    help="A server's root; give all of them.",
+)
+@servers_options
+@key_option
+@key_file_option
+@click.option("--fp8", is_flag=True, help="Quantize here, and send half the bytes.")
+def catch_up(
+    checkpoint: Path | None,
+    urls: tuple[str, ...],
+    servers_file: Path | None,
+    servers_dns: str | None,
+    key: str | None,
+    key_file: Path | None,
+    fp8: bool,
+) -> None:
+    """Bring servers that are not current to what the others serve: CHECKPOINT, or what they loaded if that is the same."""
+    servers = _servers(servers_file, servers_dns)
+    admin_key = key_of(key, key_file, *([] if servers is not None else urls))
+    run_catch_up(checkpoint, list(urls) if servers is None else servers, admin_key, fp8=fp8)
+
+
+def _servers(servers_file: Path | None, servers_dns: str | None) -> Servers | None:
+    """Return the place that names the servers, if an option does."""
+    servers = servers_of(servers_file, servers_dns)
+    context = click.get_current_context()
+    if servers is not None and context.get_parameter_source("urls") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("expected --url or a place that names servers, found both")
+    return servers
 
 
 def _phases(title: str, url: str, seconds: Mapping[str, float]) -> None:
@@ -180,7 +230,7 @@ def status(url: str, key: str | None, key_file: Path | None, as_json: bool) -> N
     rows = {
         "epoch, version": f"{served.epoch}, {served.version}",
         "instance": served.instance or "unknown",
-        "state": f"poisoned: {served.poisoned}" if served.poisoned else served.state,
+        "state": f"{served.state}: {served.poisoned}" if served.poisoned else served.state,
         "a rollback serves": _named(served.previous_epoch, served.previous_version),
         "open update": _opened(update),
         "staging, scales": f"{served.staging}, {served.scale_format}",

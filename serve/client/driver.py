@@ -198,7 +198,8 @@ class AsyncDriver:
 
 def _options(step: Request) -> dict[str, Any]:
     timeout = httpx.Timeout(step.timeout, connect=min(step.timeout, CONNECT_SECONDS))
-    return {"headers": step.headers, "timeout": timeout, "json": step.json}
+    names = {"sni_hostname": step.server_name} if step.server_name else None
+    return {"headers": step.headers, "timeout": timeout, "json": step.json, "extensions": names}
 
 
 def _go_on(stop: threading.Event) -> None:

@@ -33,9 +33,13 @@ class Endpoint:
     """Seconds without a byte after which a call fails, and after which none is repeated."""
     retries: int
     """How often a call that failed may be repeated."""
+    host: str | None = None
+    """Name of the server, with its port, where `url` has its address: for the header `Host`, and for its certificate."""
 
     @classmethod
-    def of(cls, url: str | None, key: str | None, *, timeout: float, retries: int) -> Self:
+    def of(
+        cls, url: str | None, key: str | None, *, timeout: float, retries: int, host: str | None = None
+    ) -> Self:
         """Take a URL and a key, or those of the environment (`FP8EXT_URL`, `FP8EXT_ADMIN_KEY`). A blank key is none.
 
         The password of a URL, `http://x:KEY@host`, is a key, too: it does not stay in the URL, which errors and logs show.
@@ -51,16 +55,20 @@ class Endpoint:
         if password is not None and given != password:
             raise ConfigError("url: expected no password beside a key, or the same, found another")
         admin_key = key_of(os.environ.get(ADMIN_KEY)) if key is None and password is None else given
-        return cls(url=root, key=admin_key, timeout=timeout, retries=retries)
+        return cls(url=root, key=admin_key, timeout=timeout, retries=retries, host=host)
 
     def request(
         self, method: str, path: str, *, extra_seconds: float | None = None, **more: Any
     ) -> "Request":
         """A call of a route; `extra_seconds` is what it may take beyond the timeout."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers |= {"Host": self.host} if self.host else {}
         headers |= more.pop("headers", {})
         timeout = self.timeout + (extra_seconds or 0.0)
-        return Request(method, self.url + PREFIX + path, headers=headers, timeout=timeout, **more)
+        name = self.host.rpartition(":")[0] if self.host else None
+        return Request(
+            method, self.url + PREFIX + path, headers=headers, timeout=timeout, server_name=name, **more
+        )
 
 
 def without_password(root: str) -> tuple[str, str | None]:
@@ -97,6 +105,8 @@ class Request:
     sent: Sent | None = None
     repeatable: bool = True
     """True where sending it twice does what sending it once does."""
+    server_name: str | None = None
+    """Name that the server's certificate must have, where it is not the URL's."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class PushOptions:
     expert_layout: schema.ExpertLayout | None = None
     """Layout of fused experts, needed where their shape is the same both ways. Servers take `out_in`, `[experts, out, in]`,
     as transformers holds nearly all."""
+    becomes_current: bool = True
+    """With false, a server that is not current stays so after the commit, until `declare_current`."""
     transport: Transport = "http"
     """How the tensors reach the server."""
     group: Group | None = None
@@ -95,6 +97,7 @@ class PushOptions:
             "canary": self.canary,
             "kv_scales": self.kv_scales,
             "expert_layout": self.expert_layout,
+            "becomes_current": self.becomes_current,
         }
 
 

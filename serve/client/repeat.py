@@ -62,6 +62,16 @@ def unsent(error: BaseException) -> bool:
     return isinstance(error, _UNSENT)
 
 
+def nobody_listens(error: BaseException) -> bool:
+    """Return whether the server's machine has refused the connection: no process is there that could answer anybody."""
+    if not isinstance(error, httpx.ConnectError) or isinstance(error, httpx.ProxyError):
+        return False
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
+
+
 def lost(error: BaseException) -> bool:
     """Return whether there was no answer of the server itself. What it did, if anything, is unknown."""
     if isinstance(error, UpdateError):

@@ -24,6 +24,7 @@ from vllm_fp8ext.serve.schema.kv_scales import (
 )
 from vllm_fp8ext.serve.schema.requests import (
     Canary,
+    Current,
     Epoch,
     ExpertLayout,
     HeadScales,
@@ -61,6 +62,7 @@ __all__ = [
     "Canary",
     "ChunkState",
     "Committed",
+    "Current",
     "DenseTensor",
     "Digests",
     "Epoch",

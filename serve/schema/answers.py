@@ -70,7 +70,8 @@ class Update(BaseModel):
         None, description="Id of the group of broadcasts that its ranks were told of last; told on opening."
     )
     result: dict[str, Any] | None = Field(
-        description="After the commit: `epoch`, `version`, `instance`, `pause_seconds`."
+        description="After the commit: `epoch`, `version`, `instance`, `pause_seconds`, and `served_at`: Unix time, seconds, "
+        "from which on the engine could step with the new weights."
     )
 
 
@@ -101,7 +102,7 @@ class Weights(BaseModel):
     instance: str | None = Field(
         None, description="Random for each life of the engine: epochs begin at 0 in each."
     )
-    state: Literal["serving", "updating", "poisoned", "no-weights", "asleep"]
+    state: Literal["serving", "updating", "poisoned", "no-weights", "not-current", "asleep"]
     poisoned: str | None
     update: str | None = Field(description="The open update.")
     previous_version: str | None = Field(

@@ -99,6 +99,11 @@ class OpenUpdate(Body):
         description="How fused experts lie: `out_in`, `[experts, out, in]`, which is taken, or `in_out`. Needed where their "
         "shape is the same both ways.",
     )
+    becomes_current: bool = Field(
+        True,
+        description="With false, a server that answers no requests, since it is not current, goes on so after the "
+        "commit, until `POST /weights/current`.",
+    )
     canary: Canary | None = Field(None, description="Overrides the server's canary.")
     kv_scales: KvScales | None = Field(
         None, description="Overrides the server's policy for the FP8 KV cache."
@@ -117,6 +122,14 @@ class Load(Body):
     wait_seconds: WaitSeconds | None = None
     canary: Canary | None = None
     kv_scales: KvScales | None = None
+
+
+class Current(Body):
+    """`POST /weights/current`: what is loaded is what the other servers serve."""
+
+    epoch: Epoch = Field(description="Epoch of this server that was looked at; refuse unless it is served.")
+    version: Version | None = Field(None, description="Label of these weights there; as it is when absent.")
+    instance: Instance | None = Field(None, description="Refuse unless the server is in this life.")
 
 
 class Rollback(Body):

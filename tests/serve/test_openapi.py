@@ -28,7 +28,7 @@ def test_the_document_is_up_to_date() -> None:
 
 def test_it_holds_our_routes_alone() -> None:
     announced = [transport for transport in TRANSPORTS.values() if transport.route is not None]
-    assert len(OPERATIONS) == 16 + len(announced)
+    assert len(OPERATIONS) == 17 + len(announced)
     assert all(path.startswith("/fp8ext/v1/") for path in DOCUMENT["paths"])
 
 

@@ -17,7 +17,7 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
 from vllm_fp8ext.serve.problems import MEDIA_TYPE
 from vllm_fp8ext.serve.schema import PROBLEM, Problem
-from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS, NOT_CURRENT
 
 OPEN = ("/fp8ext/v1/weights", "/metrics", "/version", "/openapi.json", "/docs", "/redoc")
 CLOSED = ("/v1/completions", "/v1/models", "/health", "/", "/fp8ext", "/x/fp8ext/v1/weights", "/v1/metrics")
@@ -125,6 +125,21 @@ def test_a_server_without_weights_is_healthy_and_refuses_all_else(app: FastAPI, 
     response = asked(app, "POST", "/v1/completions")
     assert (response.status_code, response.json()["type"]) == (503, PROBLEM + "no-weights")
     assert response.json()["error"]["type"] == "no-weights"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [(NOT_CURRENT, "not-current"), (NO_CURRENT_WEIGHTS, "no-weights")]
+)
+def test_a_server_that_is_not_current_is_not_healthy(
+    app: FastAPI, engine: Engine, reason: str, kind: str
+) -> None:
+    """A router sends it no requests, then."""
+    engine.poisoned = reason
+    for path in ("/health", "/v1/completions", "/v1/models"):
+        response = asked(app, "GET", path)
+        assert (response.status_code, response.json()["type"]) == (503, PROBLEM + kind)
+    assert asked(app, "POST", "/fp8ext/v1/weights/current").status_code == 200
+    assert asked(app, "GET", "/version").status_code == 200
 
 
 def test_weights_come_by_other_ways_to_a_poisoned_server(app: FastAPI, engine: Engine) -> None:

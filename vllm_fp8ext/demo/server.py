@@ -41,7 +41,7 @@ def serve_options(pairs: Sequence[str]) -> list[str]:
 
 class Server:
     """`fp8ext serve` on a free port of this machine, with its log in a file. `stock`: vLLM's own server with the routes of
-    its dev mode and without any plugin, for comparisons."""
+    its dev mode and without any plugin, for comparisons. `key`: the admin key, by default a random one."""
 
     popen: ClassVar[Callable[..., "subprocess.Popen[Any]"]] = subprocess.Popen
     """Starts the process: tests set a quicker one."""
@@ -55,10 +55,11 @@ class Server:
         arguments: Sequence[str] = (),
         variables: dict[str, str] | None = None,
         stock: bool = False,
+        key: str | None = None,
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.key = secrets.token_urlsafe(16)
+        self.key = key or secrets.token_urlsafe(16)
         self.log = log
         base_env = {**os.environ, **(variables or {})}
         here = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *arguments]

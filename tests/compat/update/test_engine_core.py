@@ -16,8 +16,9 @@ from vllm.v1.request import RequestStatus
 from vllm_fp8ext.compat.speed import slot_fast_path
 from vllm_fp8ext.compat.update import engine_core
 from vllm_fp8ext.compat.update.core_access import CoreAccess
-from vllm_fp8ext.config import METHOD, SECTION
+from vllm_fp8ext.config import METHOD, SECTION, Settings
 from vllm_fp8ext.update.contract.labels import Label, first_label
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS, NOT_CURRENT
 
 ALL, NEW, ON = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 
@@ -295,3 +296,18 @@ def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks:
     vars(scheduler)["kv_cache_manager"] = SimpleNamespace(get_computed_blocks=None)
     assert CoreAccess(core).instance == "0a1b"
     assert [Label.decode(label) for label in labels] == [first_label("0a1b")] * labelled
+
+
+@pytest.mark.parametrize(
+    ("settings", "dummy", "reason"),
+    [
+        ({}, False, None),
+        ({}, True, NO_WEIGHTS),
+        ({"dummy_weights": "serve"}, True, None),
+        ({"ready": "when_current"}, False, NOT_CURRENT),
+        ({"ready": "when_current"}, True, NO_CURRENT_WEIGHTS),
+        ({"ready": "when_current", "dummy_weights": "serve"}, True, NOT_CURRENT),
+    ],
+)
+def test_what_an_engine_waits_for_at_first(settings: dict[str, Any], dummy: bool, reason: str | None) -> None:
+    assert engine_core._awaited(Settings.model_validate(settings), dummy=dummy) == reason

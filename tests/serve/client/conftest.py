@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from vllm_fp8ext.environment import ADMIN_KEY, URL
 from vllm_fp8ext.serve.client import AsyncClient, AsyncReplicas, Client, Replicas, repeat
+from vllm_fp8ext.serve.client.servers import Servers
 
 from .server import KEY, Server
 
@@ -25,7 +26,7 @@ class Caller:
 
     def __call__(
         self,
-        target: str | Sequence[str] | None,
+        target: str | Sequence[str] | Servers | None,
         method: str,
         *arguments: Any,
         key: str | None = KEY,
@@ -33,7 +34,7 @@ class Caller:
         retries: int = 5,
         **named: Any,
     ) -> Any:
-        one = target is None or isinstance(target, str)
+        one = target is None or isinstance(target, str)  # others name several
         options: dict[str, Any] = {"timeout": timeout, "retries": retries}
         if self.kind == "blocking":
             blocking: Any = Client if one else Replicas

@@ -90,8 +90,12 @@ class Server:
         self.updates: dict[str, schema.Update] = {}
         self.chunks: dict[str, dict[str, bytes]] = {}
         self.required: set[str] = set()
+        self.becomes_current: dict[str, bool] = {}
         self.epoch = 0
         self.served: dict[str, Tensor] = {}
+        self.state: Any = "serving"
+        self.version = "v"
+        self.instance = f"{port or id(self):x}"
         self.manifest: dict[str, Any] = dict(MANIFEST)
         self.room = 1 << 30
         self.journal = journal if journal is not None else []
@@ -137,6 +141,10 @@ class Server:
                     return self.manifest
                 case ["GET", "weights"]:
                     return self._weights()
+                case ["GET", "weights", "digests"]:
+                    return self._digests()
+                case ["POST", "weights", "current"]:
+                    return self._become_current(schema.Current.model_validate_json(body))
                 case ["POST", "updates"]:
                     return self._open(schema.OpenUpdate.model_validate_json(body))
                 case ["POST", "rollback"]:
@@ -162,6 +170,7 @@ class Server:
             raise UpdateError("update-open", f"update {busy[0]} is open", open=busy[0])
         assert body.id
         self.chunks[body.id] = {}
+        self.becomes_current[body.id] = body.becomes_current
         self.updates[body.id] = self._new(body)
         return self.updates[body.id]
 
@@ -203,6 +212,11 @@ class Server:
                 if update.state != "committed":
                     self.served = self._complete(update)
                     self.epoch += 1
+                    self.version = update.version
+                    if self.becomes_current[update.id]:
+                        self.state = "serving"
+                    elif self.state != "serving":
+                        self.state = "not-current"
                     update.state = "committed"
                     update.result = {"epoch": self.epoch, "version": update.version, "pause_seconds": 0.0}
             case ["POST", "files"]:
@@ -236,8 +250,9 @@ class Server:
     def _weights(self) -> schema.Weights:
         return schema.Weights(
             epoch=self.epoch,
-            version="v",
-            state="serving",
+            version=self.version,
+            instance=self.instance,
+            state=self.state,
             poisoned=None,
             update=None,
             previous_version=None,
@@ -251,6 +266,22 @@ class Server:
             compiled=[],
             last_update=None,
         )
+
+    def _digests(self) -> schema.Digests:
+        hashed = {name: hashlib.sha256(tensor.numpy()).hexdigest() for name, tensor in self.served.items()}
+        return schema.Digests(
+            epoch=self.epoch,
+            version=self.version,
+            instance=self.instance,
+            digests={name: {"0": digest} for name, digest in hashed.items()},
+            addresses=[],
+        )
+
+    def _become_current(self, body: schema.Current) -> schema.Weights:
+        if body.epoch != self.epoch or body.instance not in (None, self.instance):
+            raise UpdateError("stale-base", "another epoch is served")
+        self.state, self.version = "serving", body.version or self.version
+        return self._weights()
 
 
 class _Http(ThreadingHTTPServer):

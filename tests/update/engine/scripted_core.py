@@ -140,6 +140,9 @@ class ScriptedCore:
             self.requests = 0  # they wait, and hold nothing
         self.told.append(f"epoch {label.epoch} {label.version}{' recompute' if recompute else ''}")
 
+    def relabel(self, label: Label) -> None:
+        self.told.append(f"relabel {label.epoch} {label.version}")
+
     def recent_tokens(self) -> list[list[int]]:
         return []
 

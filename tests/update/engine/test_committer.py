@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.labels import Label
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS, NOT_CURRENT
 from vllm_fp8ext.update.engine import committer as committer_module
 from vllm_fp8ext.update.engine.committer import Committer
 from vllm_fp8ext.update.engine.session import Running
@@ -479,3 +480,60 @@ def test_a_version_moves_nothing_in_the_log(
         step.poison(f"update of {text}")
     assert text.encode("unicode_escape").decode() in caplog.messages[-1]
     assert text[1] not in caplog.messages[-1]
+
+
+def test_an_engine_that_is_told_so_is_current(core: ScriptedCore, step: Committer) -> None:
+    step.await_weights(NOT_CURRENT)
+    assert core.told == ["stop", "refuse"]
+    step.declare_current(0, "step-7")
+    assert core.told == ["stop", "refuse", "relabel 0 step-7", "accept", "resume"]
+    assert (step.poisoned, step.live.version, core.refusing) == (None, "step-7", False)
+    step.declare_current(0, "step-7")
+    step.declare_current(0, None)
+    assert len(core.told) == 5
+
+
+@pytest.mark.parametrize(
+    ("reason", "epoch", "version", "kind"),
+    [
+        (NOT_CURRENT, 1, None, "stale-base"),
+        (None, 1, None, "stale-base"),
+        (None, 0, "step-7", "wrong-state"),
+        (NO_WEIGHTS, 0, None, "no-weights"),
+        (NO_CURRENT_WEIGHTS, 0, None, "no-weights"),
+        ("half of it", 0, None, "poisoned"),
+    ],
+)
+def test_an_engine_that_is_not_what_is_said_does_not_become_current(
+    core: ScriptedCore, step: Committer, reason: str | None, epoch: int, version: str | None, kind: str
+) -> None:
+    if reason is not None:
+        step.await_weights(reason)
+    before = list(core.told)
+    with pytest.raises(UpdateError) as caught:
+        step.declare_current(epoch, version)
+    assert (caught.value.kind, step.poisoned, step.live, core.told) == (kind, reason, BEFORE, before)
+
+
+@pytest.mark.parametrize("reason", [NOT_CURRENT, NO_WEIGHTS, NO_CURRENT_WEIGHTS, "half of it"])
+@pytest.mark.parametrize("becomes_current", [True, False])
+def test_a_full_update_makes_current_unless_word_is_awaited(
+    core: ScriptedCore, step: Committer, reason: str, becomes_current: bool
+) -> None:
+    step.await_weights(reason)
+    step.run("u1", NEW, Running.KEEP, 1e6, becomes_current=becomes_current)
+    assert core.swapped == [True, True]
+    assert (step.live, step.previous) == (NEW, None)
+    assert step.poisoned == (None if becomes_current else NOT_CURRENT)
+    assert core.refusing != becomes_current
+    assert core.state == ("on" if becomes_current else "paused")
+    if not becomes_current:
+        step.declare_current(1, None)
+        assert (core.refusing, core.state) == (False, "on")
+
+
+def test_a_partial_update_does_not_make_current(step: Committer) -> None:
+    step.await_weights(NOT_CURRENT)
+    with pytest.raises(UpdateError, match="expected a full update, or word") as caught:
+        step.require_healing(partial=True)
+    assert caught.value.kind == "not-current"

@@ -16,7 +16,18 @@ from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
     RankResult,
 )
-from vllm_fp8ext.update.contract.results import Done, JobStarted, Joined, Lifetime, Progress, Stale, Waiting
+from vllm_fp8ext.update.contract.results import (
+    Done,
+    JobStarted,
+    Joined,
+    Lifetime,
+    Progress,
+    ServedDigests,
+    Stale,
+    VerifiedWeights,
+    Waiting,
+)
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS, NOT_CURRENT
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.timestamp import Moment
@@ -562,3 +573,45 @@ def test_what_was_read_while_an_exchange_was_tried_is_read_again(
     started = engine.handle(operation, {})
     engine.committer.exchanges += 1
     assert engine.handle("poll", {"job": started.job}) == Stale()
+
+
+def test_an_engine_that_is_not_current_tells_its_digests_and_becomes_current(
+    core: IdleCore, engine: UpdateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    asked(core, engine, Ranks())
+    engine._model._manifest = Manifest({"w": SPEC}, frozenset(), {"w": ()}, "fp32", 1)
+    engine._fingerprints.keep(engine.committer.live, [1], None)
+    engine.handle("abandon", {"id": "u"})
+    for name in ("relabel", "accept_requests", "resume"):
+        monkeypatch.setattr(core, name, lambda *_, name=name: told.append(name), raising=False)
+    engine.committer.poisoned = NOT_CURRENT
+    assert engine.change()["poisoned"] == NOT_CURRENT
+    served = engine.handle("poll", {"job": engine.handle("digests", {}).job})
+    assert isinstance(served, ServedDigests)
+    refused = engine.handle("declare_current", {"epoch": 0, "instance": "another"})
+    assert (refused.kind, told) == ("other-instance", [])
+    status = engine.handle("declare_current", {"epoch": 0, "version": "7", "instance": "abc"})
+    assert (status.state, status.version, told) == ("serving", "7", ["relabel", "accept_requests", "resume"])
+    verified = engine.handle("poll", {"job": engine.handle("verify", {}).job})
+    assert isinstance(verified, VerifiedWeights), (
+        "fingerprints are those of the weights, whatever their label"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (NOT_CURRENT, "not-current"),
+        (NO_WEIGHTS, "no-weights"),
+        (NO_CURRENT_WEIGHTS, "no-weights"),
+        ("?", "poisoned"),
+    ],
+)
+def test_the_state_says_why_nothing_is_generated(
+    engine: UpdateEngine, monkeypatch: pytest.MonkeyPatch, reason: str, state: str
+) -> None:
+    monkeypatch.setattr(engine._model, "manifest", lambda: None)
+    monkeypatch.setattr(engine.core, "compiled", [], raising=False)
+    engine.committer.poisoned = reason
+    assert engine.status().state == state

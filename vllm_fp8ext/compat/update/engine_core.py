@@ -21,7 +21,7 @@ from vllm_fp8ext.compat.update.unloaded_names import DUMMY
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.update.contract.results import encode
-from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS, NOT_CURRENT
 
 FEATURE: str = "core"
 WHY: str = (
@@ -65,8 +65,9 @@ def _wrap_initialize(initialize: Any) -> Any:
         settings = Settings.parse(config.additional_config)
         if settings.staging != "none":
             load_calls.attach(self, _engine_of)
-            if config.load_config.load_format == DUMMY and settings.dummy_weights == "refuse":
-                _await_weights(self)
+            reason = _awaited(settings, dummy=config.load_config.load_format == DUMMY)
+            if reason is not None:
+                _await_weights(self, reason)
         if settings.kernels.slot_fast_path and is_available("slot_fast_path"):
             from vllm_fp8ext.compat.speed import slot_fast_path
 
@@ -80,9 +81,17 @@ def _wrap_initialize(initialize: Any) -> Any:
     return initialized
 
 
-def _await_weights(core: Any) -> None:
+def _awaited(settings: Settings, *, dummy: bool) -> str | None:
+    """Tell why an engine generates nothing at first, if it is so. `dummy`: no weights were loaded."""
+    dummy = dummy and settings.dummy_weights == "refuse"
+    if settings.ready == "when_current":
+        return NO_CURRENT_WEIGHTS if dummy else NOT_CURRENT
+    return NO_WEIGHTS if dummy else None
+
+
+def _await_weights(core: Any, reason: str) -> None:
     """Have a core that is being made refuse requests: the first one, or the first operation, makes its update engine."""
-    core.fp8ext_awaits_weights = True
+    core.fp8ext_awaits_weights = reason
 
     def add_first_request(*arguments: Any, **named: Any) -> None:
         _engine_of(core)
@@ -114,8 +123,8 @@ def _engine_of(core: Any) -> Any:
     from vllm_fp8ext.update.engine.engine import UpdateEngine
 
     if not hasattr(core, "fp8ext_engine"):
-        awaits_weights = getattr(core, "fp8ext_awaits_weights", False)
-        if awaits_weights:
+        reason = getattr(core, "fp8ext_awaits_weights", None)
+        if reason is not None:
             del core.add_request
         access = CoreAccess(core)
         core.fp8ext_engine, core.fp8ext_watchdog = UpdateEngine(access), access.watchdog
@@ -123,8 +132,8 @@ def _engine_of(core: Any) -> Any:
         answer_pulse(core)
         if access.quantization == METHOD:
             _follow_asleep(core)
-        if awaits_weights:
-            core.fp8ext_engine.committer.await_weights(NO_WEIGHTS)
+        if reason is not None:
+            core.fp8ext_engine.committer.await_weights(reason)
     return core.fp8ext_engine
 
 

@@ -20,6 +20,7 @@ class Operation(StrEnum):
     COMMIT = "commit"
     ABANDON = "abandon"
     ROLLBACK = "rollback"
+    DECLARE_CURRENT = "declare_current"
     LEAVE = "leave"
     DIGESTS = "digests"
     VERIFY = "verify"

@@ -12,13 +12,22 @@ PROBLEMS_LISTED = 100
 
 NO_WEIGHTS = "no weights have come since the start with load format dummy"
 """Why an engine without weights generates nothing."""
+NO_CURRENT_WEIGHTS = f"{NO_WEIGHTS}, nor may it answer before it has those of the other servers"
+"""Why an engine without weights generates nothing, if it is to be ready when current."""
+NOT_CURRENT = "nobody has said that its weights are those of the other servers"
+"""Why an engine with weights generates nothing, if it is to be ready when current."""
+
+_IS_WHAT = {"no-weights": "has no weights", "not-current": "is not current", "poisoned": "is poisoned"}
 
 
 def not_generating(reason: str) -> UpdateError:
     """Make the error of requests to an engine that generates nothing, for a reason."""
-    kind = "no-weights" if reason == NO_WEIGHTS else "poisoned"
-    is_what = "has no weights" if reason == NO_WEIGHTS else "is poisoned"
-    message = f"the engine {is_what} until a full update is committed: {reason}"
+    kind = "poisoned"
+    if reason in (NO_WEIGHTS, NO_CURRENT_WEIGHTS):
+        kind = "no-weights"
+    elif reason == NOT_CURRENT:
+        kind = "not-current"
+    message = f"the engine {_IS_WHAT[kind]} until a full update is committed: {reason}"
     # clients of the OpenAI API read the member `error`
     openai: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": 503}
     return UpdateError(kind, message, status=503, error=openai)

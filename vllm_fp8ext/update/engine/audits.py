@@ -9,6 +9,7 @@ from vllm_fp8ext.update.contract.kv_merge import largest
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import Fingerprint, RankDigests, all_of
 from vllm_fp8ext.update.contract.results import ServedDigests, Stale, VerifiedWeights
+from vllm_fp8ext.update.contract.update_errors import NOT_CURRENT
 from vllm_fp8ext.update.engine.committer import Committer
 from vllm_fp8ext.update.engine.jobs import Flow, OnRanks
 from vllm_fp8ext.update.engine.verification import CommittedFingerprints
@@ -60,7 +61,7 @@ class Audits:
 
     def _require_known(self) -> None:
         poisoned = self._committer.poisoned
-        if poisoned is not None:
+        if poisoned not in (None, NOT_CURRENT):
             raise UpdateError("poisoned", f"nobody knows what is served: {poisoned}", status=503)
         self._committer.require_whole()
 

@@ -79,6 +79,7 @@ class Commits:
                 *(session.id, label, session.running, session.wait_seconds, _scales(session, label)),
                 cached=session.cached,
                 through_pause=session.through_pause,
+                becomes_current=session.becomes_current,
             )
         except UpdateError:
             if self._committer.poisoned:
@@ -95,7 +96,8 @@ class Commits:
         now = time.perf_counter()
         session.took("verify", now - seconds, now)
         session.ended_at(now)
-        session.commit({**label.served(), "pause_seconds": session.seconds["pause"]})
+        served_at = self._updates.clock().unix - (now - self._committer.paused[1])
+        session.commit({**label.served(), "pause_seconds": session.seconds["pause"], "served_at": served_at})
         session.kv_scales = self._kv.describe(label.epoch)
         self._totals.ended(session.state)
         self._totals.took(session.seconds)

@@ -13,6 +13,7 @@ from vllm_fp8ext.update.contract.fields import WAIT_SECONDS
 from vllm_fp8ext.update.contract.labels import Label, first_label
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import RankResult, SwapTime, all_of, failures
+from vllm_fp8ext.update.contract.update_errors import NOT_CURRENT, not_generating
 from vllm_fp8ext.update.engine.kv_scales import KvEngine, ScaleSet
 from vllm_fp8ext.update.engine.session import Running
 from vllm_fp8ext.update.engine.totals import Totals
@@ -139,13 +140,15 @@ class Committer:
         cached: str = "rescale",
         *,
         through_pause: bool = False,
+        becomes_current: bool = True,
     ) -> dict[str, float] | None:
         """Swap served weights and shadow, and serve `label` from then on. `scales`: those of the KV cache, by default the
         previous ones. `cached`: what becomes of K and V that running requests keep.
 
         The exchange takes its turn between two steps: it is queued behind those in flight, which end under the old label,
         and where that can be the next is queued behind it. `through_pause`: somebody may have paused the engine, which then
-        stays paused. Returns the seconds of each phase, or None while running requests
+        stays paused. `becomes_current`: an engine that generated nothing before does so from now on; otherwise it waits for
+        `declare_current`. Returns the seconds of each phase, or None while running requests
         are waited for: call again.
 
         Raises:
@@ -176,13 +179,16 @@ class Committer:
         recompute = healing or running is Running.RECOMPUTE
         self._separate_caches(label, scales, cached, recompute=recompute)
         self.previous, self.live = None if healing or held else self.live, label
-        if healing:
+        if healing and becomes_current:
             self._core.accept_requests()
         self._core.resume()
         if pause_state is not None:
             self._core.pause_again(pause_state)
         resumed = time.perf_counter()
-        if pause_state is None:
+        if healing and not becomes_current:
+            self._core.stop()
+            self.poisoned = NOT_CURRENT
+        elif pause_state is None:
             self._core.begin_step()
         start, self.stall_seconds = held or stopped, None
         if stalls:
@@ -253,9 +259,13 @@ class Committer:
             )
 
     def require_healing(self, partial: bool) -> None:
-        """Raises `UpdateError` (`poisoned`) for a `partial` update while the engine is poisoned."""
-        if partial and self.poisoned:
-            raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
+        """Raises `UpdateError` (`poisoned`, `not-current`) for a `partial` update while the engine generates nothing."""
+        if not partial or not self.poisoned:
+            return
+        if self.poisoned == NOT_CURRENT:
+            message = f"expected a full update, or word that the engine is current first: {NOT_CURRENT}"
+            raise UpdateError("not-current", message, status=503)
+        raise UpdateError("poisoned", "only a full update heals a poisoned engine", status=503)
 
     @property
     def held(self) -> bool:
@@ -335,8 +345,37 @@ class Committer:
         self.condemn(reason)
         raise UpdateError("poisoned", f"the commit failed half-way: {reason}", status=503)
 
+    def declare_current(self, epoch: int, version: str | None) -> None:
+        """Answer requests with what is loaded, as `version` where that is given. Of an engine that does so already, the
+        version is checked.
+
+        Raises:
+            UpdateError: `no-weights` or `poisoned`; `stale-base`: another `epoch` is served; `wrong-state`: it is current, as
+                another version; `staging`.
+        """
+        if self.poisoned not in (None, NOT_CURRENT):
+            raise not_generating(self.poisoned)
+        self.require_whole()
+        if epoch != self.live.epoch:
+            message = (
+                f"expected what is said of epoch {self.live.epoch}, which is served, found epoch {epoch}"
+            )
+            raise UpdateError("stale-base", message, expected=self.live.epoch, found=epoch)
+        if self.poisoned is None:
+            if version not in (None, self.live.version):
+                message = f"the engine is current, as version {self.live.version}: expected the same, found {version}"
+                raise UpdateError("wrong-state", message)
+            return
+        if version is not None:
+            self.live = self.live._replace(version=version)
+            self._core.relabel(self.live)
+        self.poisoned = None
+        self._core.accept_requests()
+        self._core.resume()
+        logger.info("fp8ext: epoch %d (version %s) is current", self.live.epoch, shown(self.live.version))
+
     def await_weights(self, reason: str) -> None:
-        """Serve nothing until a full update was staged and committed: there are no weights yet."""
+        """Serve nothing until a full update was staged and committed: there are no weights yet, or not the current ones."""
         self._core.stop()
         self.poisoned = reason
         logger.warning("fp8ext: %s: requests are refused until a full update is committed", reason)

@@ -108,6 +108,7 @@ class UpdateEngine:
             Operation.COMMIT: self.commit,
             Operation.ABANDON: self.abandon,
             Operation.ROLLBACK: self.rollback,
+            Operation.DECLARE_CURRENT: self.declare_current,
             Operation.LEAVE: self.leave,
             Operation.DIGESTS: self.digests,
             Operation.VERIFY: self.verify,
@@ -303,6 +304,17 @@ class UpdateEngine:
         seen to serve them."""
         self._model.manifest()
         return self.jobs.start(self._commits.roll_back(Running(running), wait_seconds))
+
+    def declare_current(self, epoch: int, version: str | None = None, instance: str | None = None) -> Result:
+        """Answer requests with what is loaded (`Committer.declare_current`); `Waiting` while a commit is confirmed."""
+        self._model.manifest()
+        self.updates.require_instance(instance)
+        if self._check.pending():
+            return self._commits.wait()
+        before = self.committer.live
+        self.committer.declare_current(epoch, version)
+        self._fingerprints.relabel(before, self.committer.live)
+        return self.status()
 
     def leave(self) -> Done:
         """Give up a rollback that waits for running requests: whoever has called until now calls no more."""

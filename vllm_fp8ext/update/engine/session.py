@@ -107,6 +107,8 @@ class Session:
     """In place: tensors that chunks brought, whatever became of them."""
     through_pause: bool = False
     """True for one that is committed though somebody has paused the engine, which stays paused."""
+    becomes_current: bool = True
+    """False if an engine that generates nothing waits for word after the commit."""
     healing: bool = False
     """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
     worked: Spans = field(default_factory=Spans)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import raise_first
-from vllm_fp8ext.update.contract.update_errors import NO_WEIGHTS
+from vllm_fp8ext.update.contract.update_errors import NO_CURRENT_WEIGHTS, NO_WEIGHTS
 from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.jobs import Jobs
 
@@ -47,7 +47,8 @@ class Sleeping:
         """Memory was given back; from level 2 on, what is served is lost."""
         if self._discards(level):
             reason = f"its weights were discarded by sleep level {level}"
-            self._committer.condemn(NO_WEIGHTS if self._committer.poisoned == NO_WEIGHTS else reason)
+            known = self._committer.poisoned
+            self._committer.condemn(known if known in (NO_WEIGHTS, NO_CURRENT_WEIGHTS) else reason)
             self._discarded = True
 
     def waking(self) -> None:

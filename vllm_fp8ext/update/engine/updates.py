@@ -37,6 +37,7 @@ class OpenRequest:
     canary: Mapping[str, Any] | None = None
     kv_scales: Mapping[str, Any] | None = None
     through_pause: bool = False
+    becomes_current: bool = True
 
     def described(self) -> dict[str, Any]:
         """Return what says which weights these are."""
@@ -69,7 +70,7 @@ class Updates:
                 `other-update` (what has this id was opened with something else), `canary-unavailable`, or what is wrong with
                 the `tensors` that are announced.
         """
-        self._require_instance(request.instance)
+        self.require_instance(request.instance)
         if request.id is not None and request.id in self.sessions:
             _require_same(self.sessions[request.id], request.described())
             return self.sessions[request.id]
@@ -82,7 +83,8 @@ class Updates:
             del self.sessions[old]
         return session
 
-    def _require_instance(self, instance: str | None) -> None:
+    def require_instance(self, instance: str | None) -> None:
+        """Raises `UpdateError` (`other-instance`) unless the engine is in this life, where one is named."""
         living = self._committer.live.instance
         if instance not in (None, living):
             message = (
@@ -129,6 +131,7 @@ class Updates:
             inplace=self._inplace,
             expert_layout=request.expert_layout,
             through_pause=request.through_pause,
+            becomes_current=request.becomes_current,
         )
 
     def get(self, id: str) -> Session:

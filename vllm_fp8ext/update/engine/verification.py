@@ -20,6 +20,10 @@ class CommittedFingerprints:
         kept = {previous: self._known[previous]} if previous in self._known else {}
         self._known = {**kept, live: fingerprints}
 
+    def relabel(self, before: Label, label: Label) -> None:
+        """Record that what was served as `before` is served as `label`."""
+        self._known = {label if known == before else known: marks for known, marks in self._known.items()}
+
     def require(self, label: Label, served: list[int]) -> None:
         """Compare what every rank serves.
 
