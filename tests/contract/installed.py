@@ -41,6 +41,7 @@ from vllm_fp8ext.compat.update import (
     basic_auth,
     beam_versions,
     cpu_conv,
+    cpu_kv_rounding,
     encoder_layers,
     engine_core,
     latent_cache,
@@ -60,7 +61,7 @@ def install_all() -> None:
         *(worker, engine_core, unsupported_options, owner_process, shared_segments, encoder_layers),
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
-        *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv),
+        *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv, cpu_kv_rounding),
         *(latent_weights, latent_cache, json_responses, latency_histogram),
     ):
         module.install()

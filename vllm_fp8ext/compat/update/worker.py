@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import cpu_conv, foreign_loaders
+from vllm_fp8ext.compat.update import cpu_conv, cpu_kv_rounding, foreign_loaders
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
@@ -66,6 +66,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     follow_engine()
     if current_platform.is_cpu():
         cpu_conv.install()
+        cpu_kv_rounding.install()
 
     from vllm_fp8ext.compat.update import encoder_layers, latent_cache, latent_weights
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
