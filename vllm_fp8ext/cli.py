@@ -162,7 +162,12 @@ def demo(context: click.Context, problems: int, json_file: Path | None) -> None:
     "--updates", type=click.IntRange(1), default=1, show_default=True, help="Optimizer steps on each rollout."
 )
 @click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), default=2e-4, show_default=True, help="Learning rate."
+    "--rate", type=click.FloatRange(0, min_open=True), default=1e-4, show_default=True, help="Learning rate."
+)
+@click.option(
+    "--on-grid",
+    is_flag=True,
+    help="Begin with weights that are FP8 codes, which short steps do not change: the harder case.",
 )
 @click.option(
     "--json",
@@ -179,6 +184,7 @@ def rl(
     steps: int,
     updates: int,
     rate: float,
+    on_grid: bool,
     out: Path | None,
     html: Path | None,
 ) -> None:
@@ -191,7 +197,7 @@ def rl(
             f"--variants: expected some of {', '.join(VARIANTS)}, found {', '.join(sorted(unknown))}"
         )
     end_on_sigterm()
-    plan = Plan(steps=steps, updates=updates, rate=rate)
+    plan = Plan(steps=steps, updates=updates, rate=rate, on_grid=on_grid)
     sys.exit(run(variants or tuple(VARIANTS), seeds, plan, origin=provenance(), out=out, html=html))
 
 

@@ -29,7 +29,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The runs that were trained; their curves are made up."""
     runs: list[tuple[str, int]] = []
 
-    def train(_: Any, name: str, seed: int, plan: rl.Plan, *__: Any) -> dict[str, Any]:
+    def train(_: Any, __: Path, name: str, seed: int, plan: rl.Plan, *___: Any) -> dict[str, Any]:
         runs.append((name, seed))
         curves = dict.fromkeys(rl.CURVES, CURVE)
         times = {"accuracy": 0.5, "step_seconds": {"push": 1.0}, "seconds": 1.0}

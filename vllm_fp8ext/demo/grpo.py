@@ -6,19 +6,24 @@ Source: DeepSeekMath, arXiv 2402.03300, without its KL penalty; ratios are clipp
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_fp8ext.trainer.convert import convert
 from vllm_fp8ext.trainer.correction import Correction
+from vllm_fp8ext.trainer.kv_cache import Fp8KvAttention
 from vllm_fp8ext.trainer.recipes import BlockScaling
 
 CLIP = 0.2
 """Distance from 1, of new by old probability, at which a token's gradient ends."""
 BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
+KV_ATTENTION = "fp8_kv"
+"""Name under which Transformers finds the attention of the latest policy that has an FP8 KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +54,27 @@ class SampledBatch:
 class Policy:
     """The model that is trained: it computes in BF16, as a server does, and its masters are FP32."""
 
-    def __init__(self, checkpoint: Path, *, rate: float, recipe: BlockScaling | None = None) -> None:
-        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        rate: float,
+        recipe: BlockScaling | None = None,
+        kv_attention: Fp8KvAttention | None = None,
+    ) -> None:
+        """Load a checkpoint.
+
+        Args:
+            rate: the optimizer's learning rate.
+            recipe: of layers that compute as the server's; None for BF16.
+            kv_attention: reads K and V as the server's FP8 KV cache has them; whoever pushes gives it the scales.
+        """
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
         if recipe is not None:
             convert(self.model, recipe)
+        if kv_attention is not None:
+            ALL_ATTENTION_FUNCTIONS.register(KV_ATTENTION, kv_attention)
+            self.model.set_attn_implementation(KV_ATTENTION)
         self._weights = list(self.model.parameters())
         self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
         self._optimizer = torch.optim.AdamW(self._masters, lr=rate, betas=BETAS, weight_decay=0.0)

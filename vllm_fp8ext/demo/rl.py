@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning through a real server: rollouts in BF16 and in FP8, corrected and not, beside each other.
 
-The tiny model begins at `EARLY`, and learns to add by GRPO. Each step asks the server for groups of answers, trains, and
+The tiny model begins near `EARLY`, and learns to add by GRPO. Each step asks the server for groups of answers, trains, and
 pushes the weights. A run that is in the file already is not repeated.
 """
 
@@ -12,8 +12,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vllm_fp8ext.checkpoints import DIGITS, EARLY, AdditionProblem, held_out, problems
 from vllm_fp8ext.demo.grpo import Policy, SampledBatch
+from vllm_fp8ext.demo.off_grid import write_start
 from vllm_fp8ext.demo.server import MODEL, SMALL, Server
 from vllm_fp8ext.demo.traffic import accuracy, answers
+from vllm_fp8ext.kernels.numerics.reference import ScaleFormat
 from vllm_fp8ext.trainer.correction import Correction
+from vllm_fp8ext.trainer.kv_cache import Fp8KvAttention
 from vllm_fp8ext.trainer.mismatch import measure
 from vllm_fp8ext.trainer.recipes import BlockScaling
 
@@ -37,9 +42,11 @@ class Variant:
     """Numerics of the server and of the trainer, and the correction of the loss."""
 
     quantized: bool = True
-    """The server computes in FP8, and has an FP8 KV cache."""
+    """The server computes in FP8."""
+    kv_cache: bool = False
+    """It has an FP8 KV cache, too."""
     end_to_end: bool = False
-    """The trainer's layers compute as the server's."""
+    """The trainer's layers compute as the server's, and its attention reads what the server's KV cache holds."""
     correction: Correction | None = None
 
 
@@ -50,8 +57,13 @@ VARIANTS = {
     "fp8_tis": Variant(correction=TIS),
     "fp8_end_to_end": Variant(end_to_end=True),
     "fp8_end_to_end_tis": Variant(end_to_end=True, correction=TIS),
+    "fp8_kv": Variant(kv_cache=True),
+    "fp8_kv_tis": Variant(kv_cache=True, correction=TIS),
+    "fp8_kv_end_to_end_tis": Variant(kv_cache=True, end_to_end=True, correction=TIS),
 }
 """All variants; those of one server follow each other."""
+SERVERS = {"bf16": (False, False), "fp8": (True, False), "fp8_kv": (True, True)}
+"""Servers by name, one after another: what is quantized, `Variant.quantized` and `Variant.kv_cache`."""
 CURVES = ("reward", "mismatch_kl", "ess", "entropy")
 """Names of lists in a case that have a value for each step."""
 MAX_TOKENS = 8
@@ -70,13 +82,21 @@ class Plan:
         group: answers to each.
         updates: optimizer steps on each rollout.
         rate: the optimizer's learning rate.
+        on_grid: begin at `EARLY` itself, and serve it with scales that are powers of two. Its weights are codes then, which
+            short steps do not change: the harder case (`off_grid`).
     """
 
     steps: int = 120
     prompts: int = 16
     group: int = 8
     updates: int = 1
-    rate: float = 2e-4
+    rate: float = 1e-4
+    on_grid: bool = False
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        """Format of scales of the server and of the trainer's layers."""
+        return "pow2" if self.on_grid else "fp32"
 
 
 def run(
@@ -101,6 +121,7 @@ def run(
     """
     if html is not None:  # plotly is of another extra: a lack of it is told before hours of training
         from vllm_fp8ext.demo.rl_page import page
+    torch.set_num_threads(1)  # more wait for each other where others use the cores, and sum in another order
     console = Console()
     results = _read(out)
     cases = results["cases"]
@@ -110,14 +131,15 @@ def run(
         Progress(console=console, transient=True) as bar,
         tempfile.TemporaryDirectory(prefix="fp8ext-rl-") as folder,
     ):
-        for quantized in (False, True):
-            runs = [key for key in missing if VARIANTS[key[0]].quantized is quantized]
+        start = EARLY if plan.on_grid else write_start(Path(folder) / "start")
+        for served in SERVERS:
+            runs = [key for key in missing if _served(VARIANTS[key[0]]) == served]
             if runs:
-                with _server(Path(folder), quantized) as server:
+                with _server(start, served, plan, Path(folder)) as server:
                     server.wait()
                     for name, seed in runs:
                         task = bar.add_task(f"{name}, seed {seed}", total=plan.steps)
-                        case = _train(server, name, seed, plan, lambda task=task: bar.advance(task))
+                        case = _train(server, start, name, seed, plan, partial(bar.advance, task))
                         if origin not in results["runs"]:
                             results["runs"].append(origin)
                         cases.append({**case, "run": len(results["runs"]) - 1})
@@ -132,31 +154,42 @@ def run(
     return 0
 
 
-def _server(folder: Path, quantized: bool) -> Server:
+def _served(variant: Variant) -> str:
+    return next(name for name, of in SERVERS.items() if of == (variant.quantized, variant.kv_cache))
+
+
+def _server(start: Path, name: str, plan: Plan, logs: Path) -> Server:
+    quantized, kv_cache = SERVERS[name]
     # BF16 by the same server, all layers kept: it takes the same pushes
-    settings: dict[str, Any] = {"kv_scales": "calibrate"} if quantized else {"ignore": ["*"]}
-    kv = ("--kv-cache-dtype", "fp8") if quantized else ()
+    settings: dict[str, Any] = {"scale_format": plan.scale_format} if quantized else {"ignore": ["*"]}
+    if kv_cache:
+        settings["kv_scales"] = "calibrate"
+    kv = ("--kv-cache-dtype", "fp8") if kv_cache else ()
     arguments = (*SMALL, "--logprobs-mode", "processed_logprobs", *kv)
-    return Server(
-        EARLY, folder / f"{'fp8' if quantized else 'bf16'}.log", arguments=arguments, settings=settings
-    )
+    return Server(start, logs / f"{name}.log", arguments=arguments, settings=settings)
 
 
-def _train(server: Server, name: str, seed: int, plan: Plan, advance: Any) -> dict[str, Any]:
+def _train(
+    server: Server, start: Path, name: str, seed: int, plan: Plan, advance: Callable[[], None]
+) -> dict[str, Any]:
     """One run: a case with the curves, the accuracy on held-out problems, and the median seconds of a step's parts."""
     variant, began = VARIANTS[name], time.monotonic()
     torch.manual_seed(seed)
-    policy = Policy(EARLY, rate=plan.rate, recipe=BlockScaling() if variant.end_to_end else None)
+    kv = Fp8KvAttention(sdpa_attention_forward) if variant.kv_cache and variant.end_to_end else None
+    recipe = BlockScaling(scale_format=plan.scale_format) if variant.end_to_end else None
+    policy = Policy(start, rate=plan.rate, recipe=recipe, kv_attention=kv)
     curves: dict[str, list[float]] = {curve: [] for curve in CURVES}
     seconds: dict[str, list[float]] = {"rollout": [], "train": [], "push": []}
     generator = random.Random(seed)
     with server.client() as client:
-        client.push(EARLY, version="start")
+        client.push(start, version="start")
         for step in range(plan.steps):
             with _timed(seconds["rollout"]):
                 rollout = asyncio.run(
                     _sample(server, _training(generator, plan.prompts), plan.group, f"{seed}.{step}")
                 )
+            if kv is not None:
+                kv.use(client.kv_scales().scales)
             with _timed(seconds["train"]):
                 _step(policy, rollout, plan, variant, curves)
             with _timed(seconds["push"]):
