@@ -23,7 +23,7 @@ CLIP = 0.2
 BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
 KV_ATTENTION = "fp8_kv"
-"""Name under which Transformers finds the attention of the latest policy that has an FP8 KV cache."""
+"""Name of the attention of the latest policy that has an FP8 KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

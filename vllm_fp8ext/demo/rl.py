@@ -46,7 +46,7 @@ class Variant:
     kv_cache: bool = False
     """It has an FP8 KV cache, too."""
     end_to_end: bool = False
-    """The trainer's layers compute as the server's, and its attention reads what the server's KV cache holds."""
+    """The trainer computes as the server does, over the same K and V."""
     correction: Correction | None = None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over K and V as the server's FP8 KV cache holds them, for models of Transformers.
+"""Attention of Transformers over K and V as the server's FP8 cache holds them.
 
 With `Q` for quantizing and back, a layer attends to `Q(K)` and `Q(V)`, by the scales that the server has. Gradients go
 straight through the rounding. Definition: `kernels.attention.kv_cache`.
@@ -17,7 +17,7 @@ from vllm_fp8ext.kernels.attention.kv_cache import dequantize, quantize
 
 
 class Fp8KvAttention:
-    """An attention function of Transformers that rounds K and V first, and then calls another one.
+    """Attention function of Transformers: rounds K and V, and then calls another one.
 
     It takes what that one takes: the layer, `query`, `key_BGTD` and `value_BGTD` after rotary embedding, a mask, and others
     by name. `use` sets the scales; before that nothing is computed.

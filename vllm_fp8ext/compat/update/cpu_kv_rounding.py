@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def nearest(values: Tensor, scale: float) -> Tensor:
-    """Return values whose codes, cut off or rounded, are the nearest ones, in the same dtype.
+    """Return values, in the same dtype, whose codes are the nearest, cut off or rounded.
 
     Args:
         values: K or V, `[tokens, KV heads, head dimension]`, of 16 bits or more.
