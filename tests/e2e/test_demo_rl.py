@@ -25,19 +25,19 @@ def test_runs_are_kept_and_not_repeated(tmp_path: Path) -> None:
         "--json",
         str(results),
     ]
-    variants = [word for name in ("bf16", "fp8_end_to_end_tis") for word in ("--variants", name)]
+    variants = [word for name in ("bf16", "fp8_kv_end_to_end_tis") for word in ("--variants", name)]
     first = run([*line, *variants], capture_output=True, text=True, timeout=1700)
     assert first.returncode == 0, first.stdout + first.stderr
     cases = json.loads(results.read_text())["cases"]
-    assert [case["variant"] for case in cases] == ["bf16", "fp8_end_to_end_tis"]
+    assert [case["variant"] for case in cases] == ["bf16", "fp8_kv_end_to_end_tis"]
     for case in cases:
         assert {len(case[curve]) for curve in ("reward", "mismatch_kl", "ess", "entropy")} == {2}
-        assert 0 < case["mismatch_kl"][1] < 0.05
+        assert 0 < case["mismatch_kl"][1] < 0.005  # 0.01 and more, were one side to round otherwise
         assert case["step_seconds"]["push"] > 0
     again = run([*line, *variants, "--html", str(html)], capture_output=True, text=True, timeout=500)
     assert again.returncode == 0, again.stdout + again.stderr
     assert json.loads(results.read_text())["cases"] == cases
-    assert "fp8_end_to_end_tis" in html.read_text()
+    assert "fp8_kv_end_to_end_tis" in html.read_text()
 
 
 def test_an_unknown_variant_is_named() -> None:

@@ -15,7 +15,7 @@ TITLES = {
     "entropy": "Entropy, nats a token",
 }
 """Titles of the panels, by curve."""
-COLOURS = ("#57606a", "#cf222e", "#bf8700", "#0969da", "#1a7f37")
+COLOURS = ("#57606a", "#cf222e", "#bf8700", "#0969da", "#1a7f37", "#8250df", "#bc4c00", "#0e8a8a")
 SMOOTHED = 5
 """Steps whose mean a point shows."""
 
