@@ -60,6 +60,10 @@ NOT_RUN = {
     + "; tests/e2e/test_embedded.py does without",
     ("docs/weight-updates.md", "from vllm_fp8ext.serve.embedded import embedded_blocking"): GPU
     + "; tests/e2e/test_embedded.py does without",
+    (
+        "examples/grpo/README.md",
+        "python examples/grpo/train.py",
+    ): "trains for minutes; run, shorter, by tests/e2e/test_grpo_example.py",
     ("examples/tiny/README.md", "python examples/tiny/train.py"): "trains for minutes",
 }
 """Why a block is not run, by page and by how the block begins. Its commands are parsed, its calls bound, all the same."""
