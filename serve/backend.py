@@ -150,6 +150,26 @@ class Backend:
         assert self._manifest_body is not None
         return self._manifest_body
 
+    async def rank_manifest_body(self, rank: int) -> bytes:
+        """Return what one rank serves, as JSON.
+
+        Raises:
+            UpdateError: `unknown-rank`; this engine takes no updates.
+        """
+        served: ServedManifest = await self.engine(Operation.MANIFEST)
+
+        def body() -> bytes:
+            manifest = Manifest.from_dict(served.manifest)
+            if not 0 <= rank < manifest.world_size:
+                message = f"no rank {rank}: expected 0 to {manifest.world_size - 1}"
+                raise UpdateError(
+                    "unknown-rank", message, status=404, expected=manifest.world_size - 1, found=rank
+                )
+            shown = manifest.as_dict(rank)
+            return json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode()
+
+        return await asyncio.to_thread(body)
+
     async def _served_manifest(self) -> ServedManifest:
         """Ask the engine for its manifest, and keep the answer's body."""
         served: ServedManifest = await self.engine(Operation.MANIFEST)

@@ -2,9 +2,9 @@
 """Endpoints: HTTP on one side, the update engine on the other, nothing in between."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 
 from vllm_fp8ext.serve import schema
 from vllm_fp8ext.serve.announced_chunks import AnnouncedChunk
@@ -18,6 +18,8 @@ from vllm_fp8ext.update.contract.operations import Operation
 from vllm_fp8ext.update.contract.results import EngineStatus, Stale, UpdateState
 from vllm_fp8ext.update.transports.transport import Route
 
+Rank = Annotated[int | None, Query(ge=0, le=2**31 - 1, description="What this rank serves alone.")]
+
 
 class Handlers:
     """The endpoints of one backend. What may change weights runs to its end, also when its client has gone."""
@@ -29,8 +31,10 @@ class Handlers:
         status: EngineStatus = await self._backend.engine(Operation.STATUS)
         return status.as_dict() | {"features": self._backend.features}
 
-    async def manifest(self) -> Any:
-        return Response(await self._backend.manifest_body(), media_type="application/json")
+    async def manifest(self, rank: Rank = None) -> Any:
+        backend = self._backend
+        body = await (backend.manifest_body() if rank is None else backend.rank_manifest_body(rank))
+        return Response(body, media_type="application/json")
 
     async def kv_scales(self) -> Any:
         return await self._backend.engine(Operation.KV_SCALES)

@@ -13,9 +13,11 @@ from vllm_fp8ext.serve.client.options import (
 )
 from vllm_fp8ext.serve.client.progress import Progress
 from vllm_fp8ext.serve.client.servers import ServersDns, ServersFile
+from vllm_fp8ext.serve.client.sharded import local_slices
 from vllm_fp8ext.serve.client.source import Pushable
 from vllm_fp8ext.serve.client.transports.http.chunks import CHUNK_BYTES
 from vllm_fp8ext.serve.client.transports.nccl.group import Group
+from vllm_fp8ext.update.contract.tensor_slices import slice_name
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",
@@ -35,4 +37,6 @@ __all__ = [
     "Transport",
     "UpdateError",
     "flatten",
+    "local_slices",
+    "slice_name",
 ]

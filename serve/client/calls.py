@@ -34,9 +34,11 @@ def weights(endpoint: Endpoint, /) -> Flow[schema.Weights]:
     return call(endpoint, endpoint.request("GET", "/weights"), _WEIGHTS)
 
 
-def manifest(endpoint: Endpoint, /) -> Flow[dict[str, Any]]:
-    """Return the manifest: every tensor that an update must bring. `update.contract.manifest.Manifest.from_dict` reads it."""
-    return call(endpoint, endpoint.request("GET", "/weights/manifest"), _MANIFEST)
+def manifest(endpoint: Endpoint, /, rank: int | None = None) -> Flow[dict[str, Any]]:
+    """Return the manifest: every tensor that an update must bring. `update.contract.manifest.Manifest.from_dict` reads it.
+    `rank`: what this rank serves alone, with the names under which its slices are sent."""
+    query = "" if rank is None else f"?rank={rank}"
+    return call(endpoint, endpoint.request("GET", f"/weights/manifest{query}"), _MANIFEST)
 
 
 def kv_scales(endpoint: Endpoint, /) -> Flow[schema.KvScalesServed]:

@@ -13,6 +13,7 @@ from vllm_fp8ext.serve.client.driver import AsyncDriver, BlockingDriver
 from vllm_fp8ext.serve.client.fleet import Fleet, catch_up, push_to_all
 from vllm_fp8ext.serve.client.flow import Endpoint, Flow
 from vllm_fp8ext.serve.client.options import ClientPushOptions, ReplicasPushOptions, by_keywords
+from vllm_fp8ext.serve.client.part import send
 from vllm_fp8ext.serve.client.push import push
 from vllm_fp8ext.serve.client.servers import Servers
 
@@ -130,6 +131,7 @@ class Client(_Blocking[Endpoint]):
     wake = _blocking(calls.wake)
     load = _blocking(calls.load)
     push = _blocking(_push)
+    send = _blocking(send)
 
 
 class AsyncClient(_Awaited[Endpoint]):
@@ -170,6 +172,7 @@ class AsyncClient(_Awaited[Endpoint]):
     wake = _awaited(calls.wake)
     load = _awaited(calls.load)
     push = _awaited(_push)
+    send = _awaited(send)
 
 
 class Replicas(_Blocking[Fleet]):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of an update: what is refused, replaced, missing and waited for."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from vllm_fp8ext.update.contract.claims import Claim
-from vllm_fp8ext.update.contract.manifest import TensorSpec
-from vllm_fp8ext.update.engine.session import State
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.tensor_slices import extents, parsed_slice
+from vllm_fp8ext.update.engine.session import Session, State
 
 from .sessions import (
     NAMES,
@@ -138,3 +142,92 @@ def test_preparing_waits_for_chunks_that_are_being_staged() -> None:
     session.receive("1", specs(["tied"]), 10)
     error = refused(lambda: prepare(session))
     assert (error.kind, error.status) == ("staging", 409)
+
+
+SLICED = Manifest(
+    {"w": TensorSpec("w", (4, 2), "bfloat16"), "v": TensorSpec("v", (2,), "bfloat16")},
+    frozenset(),
+    {
+        "w": tuple(
+            ShardSlice(rank, "t", (2, 2), ((2 * rank, 2 * rank + 2), (0, 2)), (0, 0), True, "bfloat16")
+            for rank in range(2)
+        ),
+        "v": tuple(ShardSlice(rank, "v", (2,), ((0, 2),), (0,), False, "bfloat16") for rank in range(2)),
+    },
+    "fp32",
+    2,
+)
+
+
+def sliced(session: Session, key: str, *names: str) -> None:
+    """Receive and stage these tensors and slices as a chunk."""
+    shapes = {name: extents(part.box) if (part := parsed_slice(name)) else (2,) for name in names}
+    session.receive(key, [TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items()], 10)
+    session.staged(key, [])
+
+
+def of_slices(**more: Any) -> Session:
+    session = opened()
+    return replace(session, manifest=SLICED, **more)
+
+
+def test_a_tensor_has_come_with_the_last_of_its_slices() -> None:
+    session = of_slices()
+    sliced(session, "0", "w[0:1,0:2]", "v")
+    assert session.describe().missing == ["w"]
+    error = refused(lambda: session.check(0))
+    assert (error.kind, error.details["missing"]) == ("incomplete", ["w[0:2,0:2]", "w[2:4,0:2]"])
+    sliced(session, "1", "w[1:3,0:2]")
+    assert refused(lambda: session.check(0)).details["missing"] == ["w[2:4,0:2]"]
+    sliced(session, "2", "w[3:4,0:2]")
+    assert session.describe().missing == []
+    session.check(0)
+    session.receive("1", [TensorSpec("w[1:2,0:2]", (1, 2), "bfloat16")], 10)
+    session.staged("1", [])
+    assert session.describe().missing == ["w"], "the chunk was replaced by a smaller one"
+
+
+def test_a_slice_that_was_refused_is_missing_again() -> None:
+    session = of_slices(partial=True, base_epoch=0)
+    sliced(session, "0", "w[0:2,0:2]")
+    session.receive("1", [TensorSpec("w[2:4,0:2]", (2, 2), "bfloat16")], 10)
+    session.staged("1", [{"kind": "non-finite", "tensor": "w[2:4,0:2]"}])
+    assert session.required() == session.missing() == {"w"}
+    sliced(session, "1", "w[2:4,0:2]")
+    assert (session.required(), session.missing()) == ({"w"}, set())
+
+
+def test_of_a_partial_update_all_slices_of_a_tensor_must_come() -> None:
+    session = of_slices(partial=True, base_epoch=0)
+    sliced(session, "0", "w[0:2,0:2]")
+    assert session.missing() == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "other"),
+    [
+        ("w[0:2,0:2]", "w[1:3,0:2]", "w[0:2,0:2]"),
+        ("w[0:2,0:2]", "w", "w[0:2,0:2]"),
+        ("w", "w[0:2,0:2]", "w"),
+    ],
+)
+def test_what_has_come_does_not_come_again_in_another_slice(first: str, then: str, other: str) -> None:
+    session = of_slices()
+    shape = {"w": (4, 2)}
+    session.receive("0", [TensorSpec(first, shape.get(first, (2, 2)), "bfloat16")], 10)
+    error = refused(lambda: session.receive("1", [TensorSpec(then, shape.get(then, (2, 2)), "bfloat16")], 10))
+    assert error.kind == "duplicate-tensor"
+    [problem] = error.details["problems"]
+    assert (problem["tensor"], problem["chunk"], problem["detail"]) == (
+        then,
+        "0",
+        f"{other} has elements of it, too",
+    )
+    pair = [TensorSpec(name, (2, 2), "bfloat16") for name in ("w[0:2,0:2]", "w[1:3,0:2]")]
+    assert refused(lambda: of_slices().receive("0", pair, 10)).kind == "duplicate-tensor"
+
+
+def test_a_slice_does_not_pass_the_claim_of_its_tensor() -> None:
+    session = of_slices(claims={"w": Claim(sha256="0" * 64)})
+    error = refused(lambda: sliced(session, "0", "w[0:2,0:2]"))
+    assert (error.kind, error.details["problems"][0]["expected"]) == ("wrong-form", "w")

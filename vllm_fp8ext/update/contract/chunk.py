@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_fp8ext.update.contract.tensor_slices import Box
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED
 
 
@@ -56,6 +57,8 @@ class Chunk:
     """Names of a chunk that was refused."""
     sent: Mapping[str, str] = field(default_factory=dict)
     """Names under which tensors were sent, by the manifest's name, where they differ."""
+    boxes: Mapping[str, list[Box]] = field(default_factory=dict)
+    """Boxes of slices that it has brought, by tensor."""
 
     @property
     def busy(self) -> bool:
@@ -71,7 +74,7 @@ class Chunk:
             listed = with_sent_names(problems[:PROBLEMS_LISTED], self.sent)
             self.problems, self.problem_count = listed, len(problems)
             self.error = QuantizationErrorSums()
-            self.refused, self.names = self.names, frozenset()
+            self.refused, self.names, self.boxes = self.names, frozenset(), {}
         else:
             self.error = QuantizationErrorSums.of(errors or {})
 

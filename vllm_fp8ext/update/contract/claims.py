@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, SCALES, Manifest, TensorSpec
+from vllm_fp8ext.update.contract.tensor_slices import tensor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def claim_problems(
             problems.append(_problem("wrong-shape", spec.name, list(claim.shape), list(spec.shape)))
         if claim.dtype is not None and claim.dtype != spec.dtype:
             problems.append(_problem("wrong-dtype", spec.name, claim.dtype, spec.dtype))
-        for form in manifest.other_forms(spec.name):
+        whole = tensor_of(spec.name)
+        for form in (*manifest.other_forms(spec.name), *([whole] if whole != spec.name else ())):
             if form in claims and claims[form].sha256:
                 names = {"expected": form, "found": spec.name}
                 problems.append({"kind": "wrong-form", "tensor": spec.name, **names})

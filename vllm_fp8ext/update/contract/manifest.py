@@ -21,6 +21,17 @@ from vllm_fp8ext.update.contract.fused import (
 )
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
 from vllm_fp8ext.update.contract.name_hints import Hints
+from vllm_fp8ext.update.contract.tensor_slices import (
+    Box,
+    TensorSlice,
+    covers,
+    extents,
+    intersection,
+    parsed_slice,
+    slice_name,
+    slices_to_send,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +165,9 @@ class Manifest:
         their weight has."""
         if not self.aliases:
             return name
+        part = parsed_slice(name)
+        if part is not None:
+            return slice_name(self.canonical(part.tensor), part.box)
         known = self.aliases.get(name)
         if known is None and name.endswith(SCALES):
             weight = self.aliases.get(name.removesuffix(SCALES))
@@ -191,18 +205,26 @@ class Manifest:
         return parts
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape that a tensor must have, if it is taken."""
+        """Return the shape that a tensor, or a slice of one, must have; None if it is not taken."""
+        part = parsed_slice(name)
+        if part is not None:
+            return extents(part.box) if part.tensor in self.tensors else None
         whole, known = self.fused.get(name), self.tensors.get(self.tied.get(name, name))
         return whole.shape if whole else known.shape if known else None
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from
         checkpoints."""
+        name = tensor_of(name)
         return name in self.ignored or (is_kv_scale(name) and name not in self.tensors)
 
     def takes_codes(self, name: str) -> bool:
-        """Tell whether a tensor may come as codes and block scales: everywhere its blocks are those that are served."""
+        """Tell whether a tensor may come as codes and block scales: everywhere its blocks are those that are served. Of a
+        slice, which must be of whole blocks."""
         name = self.canonical(name)
+        part = parsed_slice(name)
+        if part is not None:
+            return self.takes_codes(part.tensor) and _whole_blocks(part.box, self.tensors[part.tensor].shape)
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
         return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
 
@@ -210,7 +232,7 @@ class Manifest:
         """Return the dtype that a tensor is converted to before it is quantized: the model's."""
         import torch
 
-        dtype = getattr(torch, self.pieces[self.canonical(name)][0].dtype)
+        dtype = getattr(torch, self.pieces[tensor_of(self.canonical(name))][0].dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
@@ -218,8 +240,8 @@ class Manifest:
         """Return by name the scales that tensors must bring which come as codes."""
         scales = {}
         for spec in specs:
-            if spec.dtype == CODES_DTYPE and spec.name in self.tensors:
-                shape = tuple(blocks(size) for size in self.tensors[spec.name].shape)
+            if spec.dtype == CODES_DTYPE and tensor_of(spec.name) in self.tensors:
+                shape = tuple(blocks(size) for size in self.shape_of(spec.name) or ())
                 scales[scale_name(spec.name)] = TensorSpec(scale_name(spec.name), shape, "float32")
         return scales
 
@@ -236,6 +258,10 @@ class Manifest:
         ]
         for spec in specs:
             if self.ignores(spec.name):
+                continue
+            part = parsed_slice(spec.name)
+            if part is not None and (wrong := slice_problem(self, part, spec, expert_layout)):
+                problems.append({"tensor": spec.name, **wrong})
                 continue
             scale = scales.get(spec.name)
             known = scale.shape if scale else self.shape_of(spec.name)
@@ -256,7 +282,7 @@ class Manifest:
                     problems[-1]["detail"] = TRANSPOSED
             elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
                 problems.append({"tensor": spec.name, **wrong})
-            if scale is None and spec.dtype in DTYPES and spec.name not in self._others:
+            if scale is None and spec.dtype in DTYPES and tensor_of(spec.name) not in self._others:
                 continue  # nearly all: thousands, while an engine waits
             expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
@@ -272,8 +298,8 @@ class Manifest:
 
     def dtypes_of(self, name: str) -> list[str]:
         """Dtypes in which a tensor may come: of integers, their own alone."""
-        if name in self._others:
-            return [self.tensors[name].dtype]
+        if tensor_of(name) in self._others:
+            return [self.tensors[tensor_of(name)].dtype]
         return [*DTYPES, CODES_DTYPE] if self.takes_codes(name) else list(DTYPES)
 
     @cached_property
@@ -282,6 +308,17 @@ class Manifest:
         return frozenset(
             name for name, spec in self.tensors.items() if spec.dtype.startswith(("int", "uint", "bool"))
         )
+
+    def covered(self, boxes: Mapping[str, Sequence[Box]]) -> set[str]:
+        """Return the tensors of which these boxes, which share nothing, hold all that is served."""
+        return {
+            name for name, theirs in boxes.items() if name in self.tensors and not self.lacking(name, theirs)
+        }
+
+    def lacking(self, name: str, boxes: Sequence[Box]) -> list[str]:
+        """Return the slices of a tensor that are served, but not in these boxes."""
+        sources = {piece.source for piece in self.pieces.get(name, ())}
+        return [slice_name(name, source) for source in sorted(sources) if not covers(boxes, source)]
 
     def completed(self, names: Iterable[str]) -> set[str]:
         """Add to these tensors every other one of the same parameters, on any rank."""
@@ -293,7 +330,23 @@ class Manifest:
         }
         return beside | (set(names) & self.tensors.keys())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, rank: int | None = None) -> dict[str, Any]:
+        """Return the manifest as JSON has it. `rank`: what this rank serves alone; each tensor has then, in `slices`, the
+        names under which that is sent."""
+        if rank is not None:
+            mine = {
+                name: pieces
+                for name, all_pieces in self.pieces.items()
+                if (pieces := tuple(piece for piece in all_pieces if piece.rank == rank))
+            }
+            tensors = {name: self.tensors[name] for name in mine}
+            shown = replace(self, tensors=tensors, pieces=mine).as_dict()
+            for name, entry in shown["tensors"].items():
+                sources = (piece.source for piece in mine[name])
+                entry["takes_codes"] = self.takes_codes(name)
+                whole = name in self.tied.values()
+                entry["slices"] = [name] if whole else slices_to_send(name, entry["shape"], sources)
+            return {**shown, "rank": rank, "fused": {}}
         return {
             "scale_format": self.scale_format,
             "world_size": self.world_size,
@@ -344,6 +397,43 @@ class Manifest:
         return cls(tensors, frozenset(data["ignored"]), pieces, form, size, **also)
 
 
+def slice_problem(
+    manifest: Manifest, part: TensorSlice, spec: TensorSpec, expert_layout: ExpertLayout | None
+) -> dict[str, Any] | None:
+    """Describe what is wrong with a slice that comes as `spec`, or return None."""
+    name, box = part
+    if name in manifest.fused or name in manifest.tied or name in manifest.tied.values():
+        reason = "experts one by one, or all of them" if name in manifest.fused else "all of it"
+        return {"kind": "wrong-slice", "expected": f"{reason} ({name})", "found": "a slice"}
+    if name not in manifest.tensors:
+        return {"kind": "unknown-tensor"}
+    shape = manifest.tensors[name].shape
+    whole = [[0, size] for size in shape]
+    inside = len(box) == len(shape) and all(
+        start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
+    )
+    if not inside:
+        return {
+            "kind": "wrong-slice",
+            "expected": f"a box within {whole}",
+            "found": [list(side) for side in box],
+        }
+    if spec.shape != extents(box):
+        return {"kind": "wrong-shape", "expected": list(extents(box)), "found": list(spec.shape)}
+    stacked = manifest.stacked.get(name)
+    if stacked and expert_layout not in (None, stacked):
+        return {"kind": "wrong-layout", "expected": stacked, "found": expert_layout}
+    for piece in manifest.pieces.get(name, ()):
+        shared = intersection(box, piece.source)
+        if shared is None or not piece.quantized:
+            continue
+        side = -2 if piece.transposed else -1
+        if shared[side] != piece.source[side]:
+            expected = f"all of {list(piece.source[side])} in dimension {len(box) + side}, which rank {piece.rank} serves"
+            return {"kind": "wrong-slice", "expected": expected, "found": list(box[side])}
+    return None
+
+
 def merge(parts: Iterable[Manifest]) -> Manifest:
     """One manifest of all ranks' own. What a rank ignores, another may take: an expert of its own.
 
@@ -378,6 +468,14 @@ def _disagree(what: str) -> UpdateError:
 
 def _shown(spec: TensorSpec | None) -> str:
     return f"{spec.dtype} {list(spec.shape)}" if spec else "nothing"
+
+
+def _whole_blocks(box: Box, shape: tuple[int, ...]) -> bool:
+    """Tell whether a slice consists of whole blocks of its tensor."""
+    return len(box) == len(shape) and all(
+        start % BLOCK == 0 and (stop % BLOCK == 0 or stop == size)
+        for (start, stop), size in zip(box, shape, strict=True)
+    )
 
 
 def _aligned(shape: tuple[int, ...], piece: ShardSlice) -> bool:

@@ -11,6 +11,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import StagedTensors, distinct, failures, summed
 from vllm_fp8ext.update.contract.results import JobStarted, Result, UpdateState
+from vllm_fp8ext.update.contract.tensor_slices import tensor_of
 from vllm_fp8ext.update.contract.update_errors import refusal
 from vllm_fp8ext.update.engine.committer import Committer, Core
 from vllm_fp8ext.update.engine.jobs import Flow, Jobs, OnRanks
@@ -69,7 +70,7 @@ class ChunkStaging:
         self._committer.lose_previous()
         names = manifest.tensors.keys() | manifest.fused.keys() | manifest.tied.keys()
         names |= manifest.scales_among(specs).keys()
-        used = [tensor for tensor in tensors if tensor[0] in names]
+        used = [tensor for tensor in tensors if tensor[0] in names or tensor_of(tensor[0]) in names]
         if self._inplace and used:
             self._committer.hold(session.running)
         rate = self._rate()

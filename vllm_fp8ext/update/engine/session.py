@@ -26,6 +26,13 @@ from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.results import UpdateState
 from vllm_fp8ext.update.contract.spans import Spans
+from vllm_fp8ext.update.contract.tensor_slices import (
+    boxes_of,
+    by_tensor,
+    overlapping,
+    parsed_slice,
+    tensor_of,
+)
 from vllm_fp8ext.update.contract.update_errors import PROBLEMS_LISTED, incomplete, refusal
 from vllm_fp8ext.update.engine.timestamp import Moment
 
@@ -164,14 +171,19 @@ class Session:
         problems += [p for p in claimed if (p["kind"], p["tensor"]) not in known]
         brought = self.manifest.parts(spec.name for spec in specs)
         names = frozenset(brought)
+        sliced = any(parsed_slice(name) for name in names)
         if len(names) < len(brought):
             problems += [
                 {"kind": "duplicate-tensor", "tensor": name, "chunk": key}
                 for name, count in sorted(Counter(brought).items())
                 if count > 1
             ]
+        if sliced:
+            problems += _shared_slices(names, names, key)
         for other_key, other in self.chunks.items():
             if other_key != key:
+                if sliced or other.boxes:
+                    problems += _shared_slices(names, other.names, other_key)
                 repeated = names & other.names
                 problems += [
                     {"kind": "duplicate-tensor", "tensor": name, "chunk": other_key}
@@ -182,9 +194,12 @@ class Session:
             raise refusal(with_sent_names(problems, sent or {}))
         self.state = State.OPEN
         self.revision += 1
-        self.chunks[key] = Chunk(names, size, sha256, sent=sent or {})
+        self.chunks[key] = Chunk(
+            names, size, sha256, sent=sent or {}, boxes=boxes_of(names) if sliced else {}
+        )
         if self.inplace:
-            self.overwritten |= names & (self.manifest.tensors.keys() | self.manifest.tied.keys())
+            served: set[str] = {*self.manifest.tensors, *self.manifest.tied}
+            self.overwritten |= served & {tensor_of(name) for name in names}
 
     def tied_in_others(self, key: str) -> list[str]:
         """Return names with a shared place that came in other chunks, which were not refused. An output layer and the
@@ -234,6 +249,9 @@ class Session:
         """Tensors that staged chunks have brought."""
         staged = [chunk.names for chunk in self.chunks.values() if chunk.staged]
         names = staged[0] if len(staged) == 1 else frozenset[str]().union(*staged)
+        sliced = by_tensor(chunk.boxes for chunk in self.chunks.values() if chunk.staged and chunk.boxes)
+        if sliced:
+            names |= self.manifest.covered(sliced)
         known: Set[str] = self.manifest.tensors.keys()
         if self.manifest.tied:
             known = known | self.manifest.tied.keys()
@@ -244,8 +262,9 @@ class Session:
         place, and the whole of every parameter of which something came."""
         if not self.partial:
             return self.manifest.tensors.keys()
-        refused = {name for chunk in self.chunks.values() for name in chunk.refused}
-        claimed = self.manifest.parts(self.claims)
+        refused = {tensor_of(name) for chunk in self.chunks.values() for name in chunk.refused}
+        refused |= by_tensor(chunk.boxes for chunk in self.chunks.values()).keys()
+        claimed = map(tensor_of, self.manifest.parts(self.claims))
         overwritten = {self.manifest.tied.get(name, name) for name in self.overwritten}
         return self.manifest.completed(self.staged_names() | refused | set(claimed) | overwritten)
 
@@ -260,6 +279,11 @@ class Session:
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
         return missing | ((refused | self.claims.keys()) & tied) - staged
 
+    def _lacking(self, name: str) -> list[str]:
+        """Return what a missing tensor lacks: slices of it, where others have come."""
+        came = by_tensor(chunk.boxes for chunk in self.chunks.values() if chunk.staged and chunk.boxes)
+        return self.manifest.lacking(name, came[name]) if name in came else [name]
+
     def check(self, epoch: int) -> None:
         """Require that everything is here and that the update fits the served `epoch`.
 
@@ -273,7 +297,8 @@ class Session:
         missing = self.missing()
         if missing or not self.staged_names():
             required = len(self.required())
-            raise incomplete(sorted(missing), required, self.problems, count=self.problem_count)
+            lacking = sorted(name for tensor in missing for name in self._lacking(tensor))
+            raise incomplete(lacking, required, self.problems, count=self.problem_count)
 
     def prepared(self, revision: int) -> None:
         """Mark what was staged up to `revision` as validated as a whole.
@@ -417,3 +442,16 @@ class Session:
             raise UpdateError("expired", message, status=410)
         if not self.alterable:
             raise UpdateError("wrong-state", f"can't {action} this update: it is {self.state}")
+
+
+def _shared_slices(names: Set[str], others: Set[str], chunk: str) -> list[dict[str, Any]]:
+    """Describe slices that bring what another one, in `chunk`, has brought."""
+    return [
+        {
+            "kind": "duplicate-tensor",
+            "tensor": name,
+            "chunk": chunk,
+            "detail": f"{other} has elements of it, too",
+        }
+        for name, other in sorted(overlapping(names, others).items())
+    ]

@@ -61,11 +61,11 @@ class ChunkIntake:
         It is the order in which they lie; but codes come after all scales, which are small, and nothing that comes as rows is
         between tensors that are staged together.
         """
-        names = self._stager.pieces.keys() | self._checksums.parts
+        hashed, serves = self._checksums.parts, self._stager.serves
         ordered = [
             stored
             for stored in self._tensors
-            if (name := stored.spec.name) in names or name.removesuffix(SCALES) in names
+            if serves(name := stored.spec.name) or name in hashed or serves(name.removesuffix(SCALES))
         ]
         ordered.sort(key=attrgetter("start"))
         as_rows, first = self.as_rows, self._scale_names

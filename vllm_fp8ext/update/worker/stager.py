@@ -11,7 +11,7 @@ result depends on their contents alone. Needs no vLLM, no forward context and no
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
 from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.tensor_slices import parsed_slice
 from vllm_fp8ext.update.transports.memory import ResidentTensors
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
-from vllm_fp8ext.update.worker.staging_steps import CopyValues, StagingInput, Step, steps_of
+from vllm_fp8ext.update.worker.staging_steps import CopyValues, StagingInput, Step, piece_within, steps_of
 from vllm_fp8ext.update.worker.verdicts import COPIED_CODES, COPIED_VALUES, QUANTIZED, VerdictTable
 
 if TYPE_CHECKING:
@@ -50,6 +51,23 @@ class Stager:
         self.quantized = quantized
         self.plain = plain
         self._stacked = stacked or {}
+        self._of_slices = lru_cache(maxsize=1 << 16)(self._pieces_of_slice)
+
+    def serves(self, name: str) -> bool:
+        """Tell whether this rank serves any of a tensor, or of a slice of one."""
+        return bool(self.pieces_of(name))
+
+    def pieces_of(self, name: str) -> tuple[ShardSlice, ...]:
+        """Return the pieces of what comes under a name: of a tensor, or of a slice, in which their `source` lies then."""
+        known = self.pieces.get(name)
+        return self._of_slices(name) if known is None else known
+
+    def _pieces_of_slice(self, name: str) -> tuple[ShardSlice, ...]:
+        part = parsed_slice(name)
+        if part is None:
+            return ()
+        pieces = (piece_within(piece, part.box) for piece in self.pieces.get(part.tensor, ()))
+        return tuple(piece for piece in pieces if piece is not None)
 
     def reset(self) -> None:
         """Forget all partly filled blocks: a new update begins."""
@@ -142,5 +160,5 @@ class Stager:
         return self._steps(spec.name, (0, rows), spec.torch_dtype)
 
     def _steps(self, name: str, rows: tuple[int, int], dtype: torch.dtype) -> Iterator[Step]:
-        for piece in self.pieces.get(name, ()):
+        for piece in self.pieces_of(name):
             yield from steps_of(piece, self.quantized, self.plain, rows, dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE
 from vllm_fp8ext.update.contract.manifest import ShardSlice
+from vllm_fp8ext.update.contract.tensor_slices import intersection
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.same_bytes import same_bytes
 from vllm_fp8ext.update.worker.verdicts import COMPARED, COPIED_CODES, VerdictTable
@@ -208,6 +209,23 @@ def _clipped(piece: ShardSlice, first: int, last: int) -> ShardSlice | None:
     origin = [*piece.origin]
     origin[axis] += top - start
     return replace(piece, source=((top, bottom), *others), origin=tuple(origin))
+
+
+def piece_within(piece: ShardSlice, box: Box) -> ShardSlice | None:
+    """Return the part of a piece that lies in a slice of its tensor. Its `source` counts from the begin of the slice."""
+    shared = intersection(piece.source, box)
+    if shared is None:
+        return None
+    shifts = [start - first for (start, _), (first, _) in zip(shared, piece.source, strict=True)]
+    if piece.transposed:
+        shifts[-2:] = reversed(shifts[-2:])
+    lacking = len(piece.origin) - len(shifts)
+    shifts = [0] * lacking + shifts[max(-lacking, 0) :]
+    origin = tuple(begin + shift for begin, shift in zip(piece.origin, shifts, strict=True))
+    source = tuple(
+        (start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True)
+    )
+    return replace(piece, source=source, origin=origin)
 
 
 def destination_of(parameter: Tensor, piece: ShardSlice) -> Tensor:

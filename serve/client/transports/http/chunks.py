@@ -2,6 +2,7 @@
 """Chunks of a push on their way to the servers, several at once."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,29 @@ CHUNK_BYTES = 128 << 20
 """Bytes of tensors in a chunk."""
 
 
+@dataclass(frozen=True)
+class Numbering:
+    """Numbers of one sender's chunks: of `parts` senders it is number `part`, from 0."""
+
+    part: int = 0
+    parts: int = 1
+
+    def of(self, n: int) -> int:
+        """Return the number of this sender's chunk `n`."""
+        return self.part + n * self.parts
+
+
 def send_chunks(
     updates: Mapping[Endpoint, schema.Update],
     source: ChunkSource,
     options: "PushOptions",
     everywhere: Everywhere,
     served: Sequence[schema.Update] = (),
+    numbering: Numbering = Numbering(),  # it is frozen
 ) -> Flow[None]:
     """Send every chunk to all servers. Those that a server has staged with the same digest are left out. `served`: the same
-    update on servers that have committed it, by which chunks are the same as they were.
+    update on servers that have committed it, by which chunks are the same as they were. `numbering`: of senders that send a
+    part each.
 
     The source is advanced when a chunk may begin; where all of it is known, a tensor that travels alone goes first, since it
     takes longest. The first failure ends it all: no further chunk is begun, and those under way end, or break off, before it
@@ -46,6 +61,7 @@ def send_chunks(
     numbers: set[int] = set()
 
     def chunk(n: int, body: SafetensorsBody) -> Flow[None]:
+        n = numbering.of(n)
         numbers.add(n)
         size = body.length * len(updates)
         before = {endpoint: staged_digest(update, n, body.length) for endpoint, update in updates.items()}
@@ -68,7 +84,8 @@ def send_chunks(
 
     yield from pipelined(_flows(source, limit, chunk), options.chunks_in_flight)
     yield from work(source.confirm)
-    require_no_others(updates.values(), len(numbers))
+    if numbering.parts == 1:
+        require_no_others(updates.values(), len(numbers))
 
 
 def _flows(
