@@ -159,7 +159,7 @@ def _router(program: str, servers: Sequence[Server], log: Path) -> Iterator[str]
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT)
     try:
-        _await(f"http://127.0.0.1:{port}/health", process)
+        _await(f"http://127.0.0.1:{port}/readiness", process)  # its /health needs all servers
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
