@@ -132,6 +132,21 @@ def _totals(totals: Mapping[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("fp8ext:update_bytes", "Bytes of committed updates.", value=totals["bytes"])
 
 
+def _drafts(acceptance: Mapping[str, Any]) -> Metric:
+    """Make a metric of drafts by epoch."""
+    tokens = GaugeMetricFamily(
+        "fp8ext:draft_tokens",
+        "Tokens of drafts that the weights of an epoch checked: the served one, and the one before.",
+        labels=["epoch", "outcome"],
+    )
+    for epoch, counts in acceptance.items():
+        if counts is not None:
+            accepted = counts["accepted_tokens"]
+            tokens.add_metric([epoch, "accepted"], accepted)
+            tokens.add_metric([epoch, "rejected"], counts["draft_tokens"] - accepted)
+    return tokens
+
+
 def _served(status: EngineStatus) -> Iterator[Metric]:
     """Yield what the engine is now."""
     yield GaugeMetricFamily("fp8ext:epoch", "Epoch that is served.", value=status.epoch)
@@ -142,6 +157,8 @@ def _served(status: EngineStatus) -> Iterator[Metric]:
         "How long somebody has paused generation; 0 while it goes on.",
         value=status.paused_seconds or 0.0,
     )
+    if status.draft_acceptance is not None:
+        yield _drafts(status.draft_acceptance)
     compiled = CounterMetricFamily(
         "fp8ext:compiled",
         "Kernels and graphs that were compiled, by compiler; over all ranks, at the last call to them.",

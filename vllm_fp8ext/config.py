@@ -90,6 +90,10 @@ class Settings(BaseModel):
     serving: ServingSettings = Field(default_factory=ServingSettings)
     """How tokens get from the engine to the answers of the API server."""
 
+    draft_weights: Literal["refuse", "keep"] = "refuse"
+    """Weights of a draft model, which updates do not bring. `refuse`: the start is refused. `keep`: they stay as they were
+    loaded; outputs follow the served weights all the same, and fewer drafts are accepted as these move away."""
+
     features_off: tuple[str, ...] = Field(default=(), strict=False)
     """Features to serve without, by their names in `GET /weights`: to find out what one does, or costs."""
 

@@ -94,6 +94,22 @@ class FeatureStatus(BaseModel):
     )
 
 
+class EpochDrafts(BaseModel):
+    """Drafts of speculative decoding that the weights of one epoch checked."""
+
+    epoch: int
+    drafts: int = Field(description="One for each request and step that had a draft.")
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class DraftAcceptance(BaseModel):
+    """Drafts of speculative decoding, by epoch."""
+
+    served: EpochDrafts
+    previous: EpochDrafts | None = Field(description="Of the epoch before; null until there was one.")
+
+
 class Weights(BaseModel):
     """`GET /weights`: what is served."""
 
@@ -120,6 +136,9 @@ class Weights(BaseModel):
     )
     paused_seconds: float | None = Field(
         None, description="How long somebody has paused generation; null while it goes on."
+    )
+    draft_acceptance: DraftAcceptance | None = Field(
+        None, description="How many drafts the weights accept; null without speculative decoding."
     )
     compiled: list[dict[str, int]] = Field(
         description="By rank, kernels and graphs compiled since its process began, by compiler, as of the last call to it."

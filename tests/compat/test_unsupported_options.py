@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked_python.processes import run
-from transformers import DeepseekV2Config, Llama4TextConfig
+from transformers import DeepseekV2Config, Llama4TextConfig, Qwen3MoeConfig
 
 from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.environment import ADMIN_KEY
@@ -17,10 +17,13 @@ from vllm_fp8ext.environment import ADMIN_KEY
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
     "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size > 1: run one server per replica"),
-    "LoRA": ({"enable_lora": True}, "--enable-lora: adapters are not part of an update"),
+    "LoRA of experts": (
+        {"model": "experts", "enable_lora": True},
+        "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense",
+    ),
     "a draft model": (
         {"speculative_config": {"model": str(LATE), "num_speculative_tokens": 2}},
-        "--speculative-config with method draft_model: its draft model would keep its old weights; expected method ngram or",
+        "--speculative-config with method draft_model: no update brings the weights of a draft model; expected draft_weights",
     ),
     "EPLB": ({"enable_eplb": True}, "--enable-eplb: experts would move between ranks"),
     "EPLB without updates": (
@@ -34,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "CPU offload": ({"cpu_offload_gb": 1}, "CPU offload: offloaded weights have no address"),
     "KV transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "--kv-transfer-config: K and V of other weights",
+        "--kv-transfer-config: connectors look K and V up by their tokens, so those of other weights would come back",
     ),
     "encoder transfer": (
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
@@ -102,13 +105,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "lm_head blockfp8: expected no head_dtype in the model's configuration or --hf-overrides, found float32",
     ),
     "several at once": (
-        {"VLLM_SERVER_DEV_MODE": "1", "enable_lora": True, "pipeline_parallel_size": 2},
+        {"VLLM_SERVER_DEV_MODE": "1", "enable_ep_weight_filter": True, "pipeline_parallel_size": 2},
         "blockfp8 can't be combined with:\n"
         "  VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which this plugin's "
         "replace; expected fp8ext among VLLM_PLUGINS, or the variable unset\n"
         "blockfp8 with live updates can't be combined with:\n"
         "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
-        "  --enable-lora: adapters are not part of an update\n"
+        "  --enable-ep-weight-filter: no rank would know the names of the others' experts\n"
         'Without live updates (--additional-config \'{"fp8ext": {"staging": "none"}}\') the latter are not refused.',
     ),
     "unknown setting": ({"additional_config": {"fp8ext": {"stagign": "none"}}}, "stagign: unknown key"),
@@ -118,6 +121,10 @@ TAKEN: dict[str, dict[str, Any]] = {
     "dev mode beside this plugin": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "other,fp8ext"},
     "weight transfer": {"weight_transfer_config": {"backend": "nccl"}},
     "nothing special": {},
+    "a draft model that keeps its weights": {
+        "speculative_config": {"model": str(LATE), "num_speculative_tokens": 2},
+        "additional_config": {"fp8ext": {"draft_weights": "keep"}},
+    },
     "drafts of n-grams": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
@@ -139,7 +146,9 @@ TAKEN: dict[str, dict[str, Any]] = {
         "additional_config": {"fp8ext": {"lm_head": "fp32"}},
     },
     "an output layer in FP8": {"additional_config": {"fp8ext": {"lm_head": "blockfp8"}}},
-    "LoRA without updates": {
+    "LoRA": {"enable_lora": True},
+    "LoRA of experts without updates": {
+        "model": "experts",
         "enable_lora": True,
         "additional_config": {"fp8ext": {"staging": "none"}},
     },
@@ -188,6 +197,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config.save_pretrained(folder / "mla")
     llama4 = Llama4TextConfig(**shape, vocab_size=128, architectures=["Llama4ForCausalLM"])
     llama4.save_pretrained(folder / "llama4")
+    experts = Qwen3MoeConfig(
+        **shape,
+        num_experts=4,
+        moe_intermediate_size=128,
+        vocab_size=128,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    experts.save_pretrained(folder / "experts")
     cases = {name: dict(options) for name, (options, _) in REFUSED.items()} | TAKEN
     for options in cases.values():
         options["model"] = str(folder / options["model"] if "model" in options else EARLY)

@@ -12,8 +12,9 @@ from vllm_fp8ext.checkpoints import EARLY, LATE, problems
 from vllm_fp8ext.demo.server import Server
 
 from .ask import complete, metric
-from .conftest import NGRAM, on_early
+from .conftest import NGRAM, OPTIONS, answering, on_early
 from .fault_cells import Cell, FaultyServer, run
+from .plugins import variables
 
 PROMPTS = [problem.prompt for problem in problems(2, seed=7)] + ["123+456=9750" * 8]
 TOKENS = 32
@@ -76,12 +77,74 @@ def test_answers_are_those_without_drafts(single: Server, drafting: Server) -> N
             pairs = zip(answers(drafting), answers(single), strict=True)
             assert sum(require_alike(*pair) for pair in pairs) > TOKENS * len(PROMPTS) / 2
             more = metric(drafting, ACCEPTED)
-            assert more > accepted
+            served = drafted.weights()
+            assert served.draft_acceptance is not None
+            of_epoch = served.draft_acceptance.served
+            assert of_epoch.epoch == served.epoch
+            assert of_epoch.accepted_tokens == more - accepted > 0
             accepted = more
         assert drafted.digests().digests == plain.digests().digests
         off = {one.name: one.reason for one in drafted.weights().features if not one.on}
     assert {off[name] for name in PLAIN} == {"speculative decoding"}
-    assert "blockfp8: speculative decoding switches off:" in drafting.log.read_text()
+    assert "blockfp8: off with speculative decoding:" in drafting.log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_draft_model_keeps_its_weights(single: Server, tmp_path: Path) -> None:
+    """It drafts by the late checkpoint: the early weights accept little of that, the late ones most. The manifest has none of
+    its tensors."""
+    drafts = {"model": str(LATE), "num_speculative_tokens": 3}
+    server = Server(
+        EARLY,
+        tmp_path / "log",
+        arguments=(*OPTIONS, "--speculative-config", json.dumps(drafts)),
+        settings={"draft_weights": "keep"},
+        variables=variables(tmp_path),
+    )
+    with answering(server), single.client() as plain, server.client() as drafted:
+        assert drafted.manifest()["tensors"].keys() == plain.manifest()["tensors"].keys()
+        shares = []
+        for folder in (EARLY, LATE):
+            for client in (plain, drafted):
+                client.push(folder, version=folder.name)
+            pairs = zip(answers(server), answers(single), strict=True)
+            assert sum(require_alike(*pair) for pair in pairs) > TOKENS * len(PROMPTS) / 2
+            acceptance = drafted.weights().draft_acceptance
+            assert acceptance is not None
+            shares.append(acceptance.served.accepted_tokens / acceptance.served.draft_tokens)
+        assert shares[0] < 0.4
+        assert shares[1] > 0.6
+        assert drafted.digests().digests == plain.digests().digests
+        drafted.rollback()
+        acceptance = drafted.weights().draft_acceptance
+        assert acceptance is not None
+        assert acceptance.previous is not None
+        assert acceptance.previous.accepted_tokens > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_drafts_of_suffixes(single: Server, tmp_path: Path) -> None:
+    """Responses of earlier weights make drafts, and no tokens."""
+    pytest.importorskip("arctic_inference", reason="pip install arctic-inference==0.1.1")
+    drafts = {"method": "suffix", "num_speculative_tokens": 4}
+    server = Server(
+        EARLY,
+        tmp_path / "log",
+        arguments=(*OPTIONS, "--speculative-config", json.dumps(drafts)),
+        variables=variables(tmp_path),
+    )
+    with answering(server), single.client() as plain, server.client() as drafted:
+        for folder in (EARLY, LATE):
+            for client in (plain, drafted):
+                client.push(folder, version=folder.name)
+            for _ in range(2):  # the second time all of it was drafted before
+                pairs = zip(answers(server), answers(single), strict=True)
+                assert sum(require_alike(*pair) for pair in pairs) > TOKENS * len(PROMPTS) / 2
+        acceptance = drafted.weights().draft_acceptance
+        assert acceptance is not None
+        assert acceptance.served.accepted_tokens > 0
 
 
 @pytest.mark.full

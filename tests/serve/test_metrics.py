@@ -110,6 +110,10 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
             },
             kv_layers={"l.0": {"k": fit}},
             kv_traffic={"l.0": {"k": written}},
+            draft_acceptance={
+                "served": {"epoch": 7, "drafts": 3, "draft_tokens": 12, "accepted_tokens": 5},
+                "previous": None,
+            },
         )
     )
     result = scraped(registry)
@@ -138,6 +142,8 @@ def test_what_the_engine_says_is_told(registry: CollectorRegistry, metrics: Metr
         key("kv_headroom", kind="k", layer="l.0"): -1.5,
         key("kv_traffic_saturated_fraction", kind="k", layer="worst"): 0.125,
         key("kv_traffic_headroom", kind="k", layer="l.0"): -3.0,
+        key("draft_tokens", epoch="served", outcome="accepted"): 5,
+        key("draft_tokens", epoch="served", outcome="rejected"): 7,
     }.items() <= result.items()
     metrics.observe(status(totals, last_update={"quantization_error": None}))
     assert not any(name == "fp8ext:quantization_error" for name, _ in scraped(registry))

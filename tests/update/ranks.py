@@ -141,6 +141,9 @@ class Core:
     def recent_tokens(self) -> list[list[int]]:
         return self.recent
 
+    def draft_acceptance(self) -> None:
+        return None
+
     def held_blocks(self) -> list[Any]:
         return self.blocks
 

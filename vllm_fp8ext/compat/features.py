@@ -82,7 +82,7 @@ def tell(config: Any) -> None:
     adopt(config)
     _warn(tuple((name, why) for name, why in reasons.items() if why != other_engine))
     if of_engine := [name for name, why in reasons.items() if why == other_engine]:
-        log_once(f"blockfp8: {other_engine} switches off: {', '.join(of_engine)}")
+        log_once(f"blockfp8: off with {other_engine}: {', '.join(of_engine)}")
 
 
 def adopt(config: Any) -> None:

@@ -114,13 +114,19 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
     if parallel.data_parallel_size > 1:
         reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
-    if config.lora_config is not None:
-        reasons.append("--enable-lora: adapters are not part of an update")
-    drafts = config.speculative_config and unsupported_drafts(config.speculative_config)
+    if config.lora_config is not None and config.model_config.is_moe:
+        reasons.append(
+            "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense "
+            "models alone; merge adapters into the weights that are sent"
+        )
+    speculative = config.speculative_config
+    drafts = speculative and unsupported_drafts(speculative, settings.draft_weights)
     if drafts:
         reasons.append(drafts)
     if config.kv_transfer_config is not None:
-        reasons.append("--kv-transfer-config: K and V of other weights could come back through a connector")
+        reasons.append(
+            "--kv-transfer-config: connectors look K and V up by their tokens, so those of other weights would come back"
+        )
     if getattr(config, "ec_transfer_config", None) is not None:
         reasons.append(
             "--ec-transfer-config: outputs of other weights' encoders could come through a connector"

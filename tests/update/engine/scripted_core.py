@@ -146,6 +146,9 @@ class ScriptedCore:
     def recent_tokens(self) -> list[list[int]]:
         return []
 
+    def draft_acceptance(self) -> None:
+        return None
+
     def held_blocks(self) -> list[dict[str, Any]]:
         return []
 

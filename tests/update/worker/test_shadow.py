@@ -217,6 +217,20 @@ def test_parts_of_one_storage_are_exchanged_once_and_whole(serve: Callable[..., 
         Shadow(live, shadow, specs_of(checkpoint(0)), 0)
 
 
+def test_weights_beside_the_model_survive_the_loss_of_memory() -> None:
+    """No update brings a draft model's weights, nor adapters. What is the model's own is saved once."""
+    live, draft = Model(), torch.nn.Linear(2, 2)
+    made = Shadow(live, Model(), specs_of(checkpoint(0)), 0, beside=[draft, live])
+    expected = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    with torch.no_grad():
+        made.save_constants()
+        assert len(made._kept) == len(expected)
+        for tensor in draft.parameters():
+            tensor.zero_()
+        made.restore()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in draft.state_dict().items())
+
+
 def test_an_alias_is_what_the_loader_puts_into_the_same_place(serve: Callable[..., Served]) -> None:
     manifest = serve(checkpoint(0)).manifest
     assert manifest.aliases == {f"model.{name}": name for name in checkpoint(0)}

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat.update.draft_acceptance import DraftCounter
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
 from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
 from vllm_fp8ext.compat.update.next_step import time_next_step
@@ -100,6 +101,7 @@ class CoreAccess:
         self._set_pause_state = core.scheduler.set_pause_state
         self._wishes: list[PauseState] = []
         self._recent: RecentTokens | None = getattr(core, "fp8ext_recent_tokens", None)
+        self._drafts: DraftCounter | None = getattr(core, "fp8ext_draft_acceptance", None)
 
     def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]:
         """Run a method of `Rank`, or `kv.…` of its `RankKv`, on every worker; one result each.
@@ -122,6 +124,10 @@ class CoreAccess:
     def recent_tokens(self) -> list[list[int]]:
         """Tokens of the requests that ended last, the last first."""
         return self._recent.newest_first() if self._recent else []
+
+    def draft_acceptance(self) -> dict[str, Any] | None:
+        """Return counts of drafts by epoch (`DraftCounter.describe`); None without speculative decoding."""
+        return self._drafts.describe() if self._drafts is not None else None
 
     def held_blocks(self) -> list[dict[str, Any]]:
         """List blocks of K and V that running requests hold, by group of layers."""
@@ -282,6 +288,8 @@ class CoreAccess:
             self._prefix_cache.advance(label.epoch, recompute=recompute)
         if self._kv_epochs is not None:
             self._kv_epochs.end(self._label)
+        if self._drafts is not None:
+            self._drafts.enter(label.epoch)
         self._label = label
         self._core.set_weight_version(label.encode())
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
 from vllm_fp8ext.compat.features import adopt, is_available
-from vllm_fp8ext.compat.update import load_calls, recent_tokens, worker_replies
+from vllm_fp8ext.compat.update import draft_acceptance, load_calls, recent_tokens, worker_replies
 from vllm_fp8ext.compat.update.core_access import CoreAccess
 from vllm_fp8ext.compat.update.engine_changes import CHANGE, EngineChanges
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
@@ -73,6 +73,7 @@ def _wrap_initialize(initialize: Any) -> Any:
 
             slot_fast_path.attach(self.scheduler.kv_cache_manager)
         recent_tokens.attach(self, settings)
+        draft_acceptance.attach(self)
         if is_available("output_interval"):
             from vllm_fp8ext.compat.speed import output_interval
 

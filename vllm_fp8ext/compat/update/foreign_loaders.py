@@ -101,7 +101,7 @@ def close(worker: Any, model: nn.Module, loads: Loads | None) -> None:
     for tensor in loadable_tensors(model, ()).values():
         tensor.weight_loader = _refusing("weight_loader")
     if loads is not None:
-        for module in list(model.children())[:1]:  # drafts are refused with live updates
+        for module in list(model.children())[:1]:  # a draft model keeps its weights
             _served[module] = loads
             module.load_weights = _staging(loads)
     for module_name, name in _FUNCTIONS:

@@ -67,6 +67,10 @@ _QUANTIZATION_SCALE = re.compile(
 """Names of scales that belong to codes, or to K and V. A model may have others, which are weights."""
 
 
+DRAFT = "draft"
+"""vLLM's runner type of a model that drafts."""
+
+
 @dataclass
 class Recorded:
     """Tensors that a checkpoint brought, in order.
@@ -88,6 +92,9 @@ def recorded_checkpoint() -> Iterator[Recorded]:
 
     def wrap_get_all_weights(original: Any) -> Any:
         def get_all_weights(self: Any, of: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+            if of.runner_type == DRAFT:  # keeps its weights
+                yield from original(self, of, model)
+                return
             _keep_readable(model)
             keep_logarithms(model, shadow=False)
             has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())

@@ -69,6 +69,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         cpu_kv_rounding.install()
 
     from vllm_fp8ext.compat.update import encoder_layers, latent_cache, latent_weights
+    from vllm_fp8ext.compat.update.lora_layers import without_adapters
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
     from vllm_fp8ext.compat.update.mxfp4_checkpoints import dequantized_mxfp4
     from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
@@ -88,9 +89,9 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if settings.lm_head == "blockfp8":
             from vllm_fp8ext.layers.lm_head import require_head
 
-            require_head(runner.get_model())
+            require_head(without_adapters(runner.get_model()))
         if get_tensor_model_parallel_rank() == 0:
-            for line in report(kept_layers(_models(runner))):
+            for line in report(kept_layers(without_adapters(_models(runner)))):
                 logger.info(line)
         if on_gpu:
             models = _models(runner)
@@ -181,6 +182,7 @@ def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
 
 def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
     from vllm_fp8ext.compat.update import head_copies, latent_weights
+    from vllm_fp8ext.compat.update.lora_layers import without_adapters
     from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
     from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
     from vllm_fp8ext.compat.update.tied_layers import tie_alike
@@ -199,7 +201,7 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             config.load_config.load_format,
         )
         return None
-    model = runner.get_model()
+    model = without_adapters(runner.get_model())
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.no_grad():
         latent_weights.follow_updates(model)
@@ -214,7 +216,8 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             tie_alike(model, shadow)
         names = names_of(shadow, config.model_config.hf_config, tied=tied)
         inplace = Settings.parse(config.additional_config).staging == "inplace"
-        weights = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace)
+        beside = [one for one in (runner.get_draft_model(), runner.get_model()) if one not in (None, model)]
+        weights = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace, beside=beside)
         weights.require_equal(recorded.heads)
         kv = _kv_cache(model, weights, config, device)
     cost = weights.weight_swap.bytes

@@ -123,6 +123,7 @@ class EngineStatus(AnswerFields):
     staging: str
     stall_seconds: float | None
     paused_seconds: float | None = None
+    draft_acceptance: dict[str, Any] | None = None
     compiled: list[dict[str, int]]
     twin_bytes: list[int]
     twin_kv_blocks: int

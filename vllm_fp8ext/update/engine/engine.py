@@ -187,6 +187,7 @@ class UpdateEngine:
             twin_bytes=self._model.shadow_bytes,
             twin_kv_blocks=self._model.shadow_kv_blocks,
             last_update=self._commits.last,
+            draft_acceptance=self.core.draft_acceptance(),
             totals=self.totals.as_dict(),
         )
 

@@ -4,7 +4,7 @@
 With `inplace` that tree lies over the memory of the live model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -48,8 +48,11 @@ class Shadow:
         names: ModelNames | None = None,
         *,
         inplace: bool = False,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
+        """`beside`: modules with weights that no update brings: a draft model, layers with adapters."""
         self.live = live
+        self._beside = nn.ModuleList(beside)
         self.model = shadow
         _drop_kv_placeholders(shadow)
         layers = dict(_quantized_layers(shadow))
@@ -71,6 +74,8 @@ class Shadow:
         self._weight_paths = tensor_paths(targets, self._matrices)
         self._groups, pairs = swap_pairs(live, shadow, self._weight_paths, inplace)
         self._constants: dict[str, Tensor] = {}
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        """Tensors beside the live model, and their values in host memory."""
         self.weight_swap = WeightSwap(pairs, inplace=inplace)
 
     def _allocated(
@@ -179,6 +184,12 @@ class Shadow:
         tensors = dict(reachable_tensors(self.live))
         paths = tensors.keys() - swapped_paths(tensors, self._weight_paths)
         self._constants = {path: tensors[path].cpu().clone() for path in paths if is_loaded(path)}
+        own = {tensor.data_ptr() for tensor in tensors.values()}
+        self._kept = [
+            (tensor, tensor.cpu().clone())
+            for path, tensor in reachable_tensors(self._beside)
+            if is_loaded(path) and tensor.data_ptr() not in own
+        ]
 
     def restore(self) -> None:
         """Put constants back into memory that lost its contents, and zero the weights."""
@@ -187,7 +198,9 @@ class Shadow:
             tensors[path].copy_(constant)
             if path in others:
                 others[path].copy_(constant)
-        self._constants = {}
+        for tensor, values in self._kept:
+            tensor.copy_(values)
+        self._constants, self._kept = {}, []
         self.weight_swap.restore()
 
     def _derive(self) -> None:
