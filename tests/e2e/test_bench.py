@@ -42,6 +42,36 @@ def test_engines_take_turns(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_engines_with_drafts_tell_what_a_step_brought(tmp_path: Path):
+    out = tmp_path / "spec.json"
+    drafts = (
+        '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+    )
+    line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--out", str(out)]
+    line += [
+        "--cases",
+        "2x40x24",
+        "--repeats",
+        "2",
+        "--kv-gib",
+        "0.05",
+        "--period",
+        "8",
+        "--drafts",
+        "{}",
+        drafts,
+    ]
+    bench([*line, "--engine", '{"enforce_eager": true}'])
+    plain, drafting = json.loads(out.read_text())["cases"]
+    assert "drafts" not in plain
+    assert "tokens_per_step" not in plain
+    assert drafting["drafts"] == json.loads(drafts)
+    assert 1 < drafting["tokens_per_step"] <= 4
+    assert (plain["period"], drafting["period"]) == (8, 8)
+    assert len(drafting["samples"]) == 2
+
+
+@pytest.mark.full
 @pytest.mark.fp8_kv
 def test_engines_one_after_the_other_tell_what_they_compiled(tmp_path: Path):
     """Fingerprints of the ranks of one with an FP8 KV cache are larger than the integers of vLLM's messages, which an engine

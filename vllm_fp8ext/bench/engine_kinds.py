@@ -11,27 +11,39 @@ from vllm_fp8ext.bench.options import json_object
 
 STEP = 8192
 """Most tokens of a step."""
+NOTHING = "{}"
+"""No settings, or no drafts, as JSON."""
 
 
 class Kind(NamedTuple):
-    """Identity of an engine: a variant, its KV cache, and `settings` of ours, as JSON."""
+    """Identity of an engine: a variant, its KV cache, `settings` of ours and `drafts`, both as JSON.
+
+    `drafts`: vLLM's configuration of speculative decoding, empty without.
+    """
 
     variant: str
     kv: str
-    settings: str = "{}"
+    settings: str = NOTHING
+    drafts: str = NOTHING
 
     def __str__(self) -> str:
-        more = "" if self.settings == "{}" else f", {self.settings}"
+        more = "".join(f", {text}" for text in (self.settings, self.drafts) if text != NOTHING)
         return f"{self.variant}, KV {self.kv}{more}"
 
 
-def kinds(variants: Sequence[str], caches: Sequence[str], settings: Sequence[str]) -> list[Kind]:
-    """Engines of each variant with each KV cache; of ours with each of the `settings`, as JSON."""
+def kinds(
+    variants: Sequence[str],
+    caches: Sequence[str],
+    settings: Sequence[str],
+    drafts: Sequence[str] = (NOTHING,),
+) -> list[Kind]:
+    """Engines of each variant with each KV cache and each of `drafts`; of ours with each of the `settings`, as JSON."""
     return [
-        Kind(name, kv, one)
+        Kind(name, kv, one, draft)
         for kv in caches
         for name in variants
-        for one in (dict.fromkeys(settings) if name == "blockfp8" else ["{}"])
+        for one in (dict.fromkeys(settings) if name == "blockfp8" else [NOTHING])
+        for draft in dict.fromkeys(drafts)
     ]
 
 
@@ -55,6 +67,11 @@ def arguments(kind: Kind, longest: int, kv_gib: float, more: dict[str, Any]) -> 
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
+        **(
+            {"speculative_config": json.loads(kind.drafts), "disable_log_stats": False}
+            if kind.drafts != NOTHING
+            else {}
+        ),
         **({"additional_config": {"fp8ext": settings}} if kind.variant == "blockfp8" else {}),
         **more,
     }
@@ -70,6 +87,7 @@ def said(options: argparse.Namespace, case: tuple[int, int, int], kind: Kind) ->
         "output": output,
         "kv_cache": kind.kv,
         "settings": json.loads(kind.settings),
+        **({"drafts": json.loads(kind.drafts)} if kind.drafts != NOTHING else {}),
         "engine": options.engine,
         "variant": kind.variant,
     }

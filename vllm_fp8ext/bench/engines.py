@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blockfp8": {"quantization": "blockfp8"},
 }
 """Arguments of vLLM, by variant."""
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+"""vLLM's counter of drafted tokens that were accepted."""
 LENDS = "FP8EXT_BENCH_LENDS"
 """The environment variable that names the file of engines that lend."""
 
@@ -54,12 +56,14 @@ class Engine:
         profile: bool = False,
         held: bool = False,
         lends: Path | None = None,
+        period: int | None = None,
     ):
+        """`period`: tokens after which each prompt repeats itself; by default none does."""
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._end, there = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(str(checkpoint), dict(arguments), profile, held, lends, there)
+            target=_serve, args=(str(checkpoint), dict(arguments), profile, held, lends, period, there)
         )
         self._process.start()
         there.close()
@@ -126,6 +130,11 @@ class Engine:
         """Write the logits of prompts of random tokens (`divergence.write_prompt_logits`)."""
         self._ask(("prompt_logits", prompts, tokens, seed, file))
 
+    def accepted(self) -> int:
+        """Count the drafted tokens that it has accepted since it began; it needs `disable_log_stats=False`."""
+        count: int = self._ask("accepted")
+        return count
+
     def kv_tokens(self) -> int:
         """Tokens that its KV cache holds."""
         capacity: int = self._ask("kv_tokens")
@@ -181,6 +190,7 @@ def _serve(
     profile: bool,
     held: bool,
     lends: Path | None,
+    period: int | None,
     end: Connection,
 ) -> None:
     os.setpgid(0, 0)
@@ -201,11 +211,13 @@ def _serve(
         _lend(engine)
     end.send("ready")
     while case := end.recv():
-        end.send(_answer(engine, arguments, case, profile=profile))
+        end.send(_answer(engine, arguments, case, profile=profile, period=period))
     engine.llm_engine.engine_core.shutdown()  # else its processes and this one wait for each other
 
 
-def _answer(engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bool) -> Any:
+def _answer(
+    engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bool, period: int | None
+) -> Any:
     """Do what an `Engine` asks, and return what it is answered."""
     from vllm_fp8ext.bench.steady import Steady, SteadyLoad, kv_tokens
 
@@ -219,6 +231,9 @@ def _answer(engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bo
         return _compiled(engine, arguments)
     if case == "kv_tokens":
         return kv_tokens(engine)
+    if case == "accepted":
+        counted = {each.name: each.value for each in engine.get_metrics() if hasattr(each, "value")}
+        return int(counted.get(ACCEPTED, 0))
     if isinstance(case, SteadyLoad):
         return Steady(engine, case).windows()
     if case[0] == "prompt_logits":
@@ -228,20 +243,25 @@ def _answer(engine: Any, arguments: Mapping[str, Any], case: Any, *, profile: bo
         return case[0]
     if case[0] == "linear_errors":
         return _linear_errors(engine, arguments, case[1])
-    return _generated(engine, *case, profile=profile)
+    return _generated(engine, *case, profile=profile, period=period)
 
 
 def _generated(
-    engine: Any, requests: int, tokens: int, output: int, seed: int, *, profile: bool
+    engine: Any, requests: int, tokens: int, output: int, seed: int, *, profile: bool, period: int | None
 ) -> float | GpuTime:
-    """Return the seconds of random prompts, or their profile."""
+    """Return the seconds of random prompts, or their profile. `period`: as of `Engine`."""
     import torch
     from vllm import SamplingParams
 
     vocabulary = engine.model_config.get_vocab_size()
     draw = torch.Generator().manual_seed(seed)
+    unique = min(period or tokens, tokens)
     prompts: Any = [
-        {"prompt_token_ids": torch.randint(vocabulary, (tokens,), generator=draw).tolist()}
+        {
+            "prompt_token_ids": torch.randint(vocabulary, (unique,), generator=draw)
+            .repeat(-(-tokens // unique))[:tokens]
+            .tolist()
+        }
         for _ in range(requests)
     ]
     sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)

@@ -10,7 +10,9 @@ other (--apart). Several --settings are as many engines of `blockfp8`. Weights a
 `blockfp8` must then be within the bound of their reference, with as many tokens as the case gives them. The time to the first
 tokens, measured in a run of its own, is taken off for the time of a decode step. With --steady, a case's requests are always
 in flight, spread evenly over their responses, a new one for each that is done: steps mix prompts and decoding.
---divergence also tells how far the distributions of engines with other --settings are from those of the first (`kl`).
+--drafts compares ways of speculative decoding: `ms_per_step` is that of a token then, and `tokens_per_step` tells how many a
+step brought. --divergence also tells how far the distributions of engines with other --settings are from those of the first
+(`kl`).
 """
 
 import argparse
@@ -29,7 +31,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench import turns
 from vllm_fp8ext.bench.divergence import divergences, prompts_of
-from vllm_fp8ext.bench.engine_kinds import STEP, Kind, arguments, kinds, said, settings_of
+from vllm_fp8ext.bench.engine_kinds import NOTHING, STEP, Kind, arguments, kinds, said, settings_of
 from vllm_fp8ext.bench.engines import VARIANTS, Engine, EngineError, in_turn
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.options import CommandLine, case_of
@@ -57,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.steady is not None and (not 0 < options.steady < math.inf or options.profile):
         raise ConfigError(f"--steady: expected more than 0 seconds and no --profile, found {options.steady}")
+    drafts = options.drafts != [NOTHING]
+    if options.steady is not None and (drafts or options.period):
+        raise ConfigError("--steady: expected no --drafts and no --period")
+    if options.period is not None and options.period < 1:
+        raise ConfigError(f"--period: expected 1 token or more, found {options.period}")
     cases = [_case(text) for text in options.cases]
     if options.divergence:
         options.divergence = prompts_of(options.divergence, max(sum(case[1:]) for case in cases))
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else None
     origin = provenance()
-    engines_of = kinds(options.variants, options.kv, options.settings)
+    engines_of = kinds(options.variants, options.kv, options.settings, options.drafts)
     results: list[dict[str, Any]] = []
     with checkpoint(options.checkpoint, options.shape) as folder:
         alive = _apart if options.apart else _together
@@ -98,7 +105,7 @@ def _together(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> G
         engines: Engines = {}
         for kind in kinds:
             arguments, profile = _arguments(kind, options), options.profile is not None
-            engine = Engine(folder, str(kind), arguments, profile=profile, lends=lends)
+            engine = Engine(folder, str(kind), arguments, profile=profile, lends=lends, period=options.period)
             engines[kind] = stack.enter_context(contextlib.closing(engine))
         for engine in engines.values():
             console.print(f"{engine.name}: ready after {engine.wait():.0f} s")
@@ -109,7 +116,15 @@ def _apart(kinds: list[Kind], folder: Path, options: argparse.Namespace) -> Gene
     """One engine after the other."""
     profile = options.profile is not None
     made = (
-        Engine(folder, str(kind), _arguments(kind, options), profile=profile, held=True) for kind in kinds
+        Engine(
+            folder,
+            str(kind),
+            _arguments(kind, options),
+            profile=profile,
+            held=True,
+            period=options.period,
+        )
+        for kind in kinds
     )
     with contextlib.closing(in_turn(made)) as engines:
         for kind, (engine, seconds) in zip(kinds, engines, strict=True):
@@ -140,6 +155,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", type=settings_of, nargs="+", default=["{}"], help="more settings of blockfp8, as JSON"
     )
+    parser.add_argument(
+        "--drafts",
+        type=settings_of,
+        nargs="+",
+        default=[NOTHING],
+        help="of speculative decoding, engines of each, as JSON; {} for none",
+    )
+    parser.add_argument(
+        "--period",
+        type=int,
+        metavar="TOKENS",
+        help="after which each prompt repeats itself, as reasoning does",
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no repeat after so long")
     parser.add_argument(
         "--profile", type=Path, help="measure no speed: write what the GPU did in each case here, as JSON"
@@ -168,6 +196,8 @@ class _Turns:
     """Compilations before what is measured, by compiler."""
     errors: dict[str, float] = field(default_factory=dict)
     """Errors of linear layers, as parts of their bound."""
+    accepted: int = 0
+    """Drafted tokens that were accepted before what is measured."""
 
 
 def _measure(
@@ -226,6 +256,8 @@ def _take_turns(
                 taken[kind].samples.append(took)
             else:
                 taken[kind].compiled = engine.compiled()
+                if kind.drafts != NOTHING:
+                    taken[kind].accepted = engine.accepted()
     return taken
 
 
@@ -235,8 +267,11 @@ def _result(
     """Return one engine's medians in a case."""
     settings = json.loads(kind.settings)
     after = engines[kind].compiled()
+    accepted = engines[kind].accepted() - taken.accepted if kind.drafts != NOTHING else None
     return {
         **said(options, case, kind),
+        **({"period": options.period} if options.period else {}),
+        **({} if accepted is None else {"tokens_per_step": tokens_per_step(case, taken, accepted)}),
         **({"load": "steady", "seconds": options.steady} if options.steady else {}),
         "staging": settings.get("staging", "shadow") if kind.variant == "blockfp8" else "none",
         **{name: statistics.median(turn[name] for turn in taken.samples) for name in taken.samples[0]},
@@ -247,6 +282,16 @@ def _result(
         "error_of_bound": max(taken.errors.values(), default=None),
         "beside": sorted({other.variant for other in engines}),
     }
+
+
+def tokens_per_step(case: tuple[int, int, int], taken: _Turns, accepted: int) -> float:
+    """Return how many tokens a step brought each request in the measured turns.
+
+    `accepted`: drafted ones among them.
+    """
+    requests, _, output = case
+    generated = requests * (output + 1) * len(taken.samples)  # a turn's first tokens are timed by themselves
+    return generated / (generated - accepted)
 
 
 def require_within(engine: str, errors: dict[str, float]) -> None:
