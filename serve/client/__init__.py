@@ -2,6 +2,7 @@
 """The trainer's side of `/fp8ext/v1`: the one place that knows the HTTP API. Needs neither torch nor numpy nor vLLM."""
 
 from vllm_fp8ext.errors import UpdateError
+from vllm_fp8ext.serve.client.changes import changed_slices
 from vllm_fp8ext.serve.client.clients import AsyncClient, AsyncReplicas, Client, Replicas
 from vllm_fp8ext.serve.client.flat import flatten
 from vllm_fp8ext.serve.client.options import (
@@ -36,6 +37,7 @@ __all__ = [
     "ServersFile",
     "Transport",
     "UpdateError",
+    "changed_slices",
     "flatten",
     "local_slices",
     "slice_name",

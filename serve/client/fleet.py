@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.fp8ext")
 AWAITING = ("not-current", "no-weights")
 """States of servers that answer no requests until they have the weights of the others."""
 _SERVING = ("serving", "updating")
-_OF_THE_OTHERS = ("version", "base_epoch", "partial", "id", "instances", "becomes_current")
+_OF_THE_OTHERS = ("version", "base_epoch", "partial", "sparse", "id", "instances", "becomes_current")
 """Options of a push that servers which are current decide for a late one."""
 
 
@@ -95,7 +95,9 @@ def push_to_all(
     else:
         endpoints = yield from _able(fleet, options)
     updates = yield from push_everywhere(endpoints, weights, options)
-    fleet.pushed = weights if isinstance(weights, str | PathLike) and not options.partial else None
+    fleet.pushed = (
+        weights if isinstance(weights, str | PathLike) and not (options.partial or options.sparse) else None
+    )
     return updates
 
 

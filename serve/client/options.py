@@ -40,6 +40,8 @@ class PushOptions:
     """Refuse unless this epoch is served."""
     partial: bool = False
     """Served weights stay where nothing is sent. Needs `base_epoch`, and of each parameter all of its tensors."""
+    sparse: bool = False
+    """As `partial`, and slices change what they hold alone: the rest of their tensors stays, too."""
     running: schema.Running = "keep"
     """Treatment of running requests: `keep`, `recompute`, `wait` or `abort`."""
     wait_seconds: float | None = None
@@ -92,6 +94,7 @@ class PushOptions:
             "version": None if self.version is None else str(self.version),
             "base_epoch": self.base_epoch,
             "partial": self.partial,
+            "sparse": self.sparse,
             "running": self.running,
             "wait_seconds": self.wait_seconds,
             "canary": self.canary,

@@ -41,6 +41,7 @@ class Update(BaseModel):
     running: Running
     base_epoch: int | None
     partial: bool = False
+    sparse: bool = False
     world_size: int = Field(1, description="Ranks of the server.")
     opened_at: float = Field(description="Unix time, seconds.")
     expires_at: float | None = Field(

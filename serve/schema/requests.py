@@ -87,6 +87,10 @@ class OpenUpdate(Body):
         False,
         description="Parameters of which nothing is sent keep their served weights. Needs `base_epoch`.",
     )
+    sparse: bool = Field(
+        False,
+        description="As `partial`, and slices change what they hold alone: the rest of their tensors stays, too.",
+    )
     running: Running = Field("keep", description="What happens to running requests at the commit.")
     wait_seconds: WaitSeconds | None = Field(
         None, description="With `running` `wait`: longest time that the commit waits for running requests."

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_fp8ext.checkpoints import LATE
 from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.serve.client import Client, slice_name
+from vllm_fp8ext.serve.client import Client, changed_slices, slice_name
 from vllm_fp8ext.update.contract.tensor_slices import Box, extents, parsed_slice
 
 from .ask import complete, state
@@ -85,7 +85,12 @@ def test_rows_that_no_rank_has_by_itself_and_codes_are_taken(pair: Server, late:
 @pytest.mark.parametrize(
     ("tensor", "box", "expected", "sides"),
     [
-        (OUTPUT, ((0, 256), (0, 100)), "all of [0, 128] in dimension 1, which rank 0 serves", [0, 100]),
+        (
+            OUTPUT,
+            ((0, 256), (0, 100)),
+            "all of [0, 128] in dimension 1, which rank 0 serves, or whole blocks of it",
+            [0, 100],
+        ),
         (DOWN, ((0, 256), (0, 641)), "a box within [[0, 256], [0, 640]]", [[0, 256], [0, 641]]),
     ],
 )
@@ -117,3 +122,42 @@ def test_there_is_no_other_rank(pair: Server) -> None:
     headers = {"Authorization": f"Bearer {pair.key}"}
     wrong = httpx.get(f"{pair.url}/fp8ext/v1/weights/manifest?rank=x", headers=headers, timeout=60)
     assert (wrong.status_code, wrong.json()["type"].rpartition(":")[2]) == (422, "invalid-request")
+
+
+def test_a_sparse_update_changes_what_it_brings(pair: Server, late: dict[str, Tensor]) -> None:
+    """Some rows of one layer: what is served then is what all of the weights would be, bit for bit."""
+    new = {name: weight.clone() for name, weight in late.items()}
+    new[DOWN][3, 400] += 1.0
+    new[GATE][639, 0] += 1.0
+    new["model.layers.1.self_attn.k_proj.weight"][1, 1] += 1.0
+    new["model.norm.weight"][0] += 1.0
+    with pair.client() as client:
+        client.push(late, version="base")
+        before = client.digests()
+        slices = changed_slices(client.manifest(), late, new)
+        assert (
+            0
+            < sum(part.nbytes for part in slices.values())
+            < 0.2 * sum(part.nbytes for part in late.values())
+        )
+        with pytest.raises(UpdateError) as caught:
+            client.push(slices, sparse=True, base_epoch=before.epoch - 1)
+        assert caught.value.kind == "stale-base"
+        assert client.digests() == before
+        update = client.push(slices, version="sparse", sparse=True, base_epoch=before.epoch)
+        assert (update.sparse, update.partial) == (True, True)
+        of_slices = client.digests().digests
+        assert client.verify().version == "sparse"
+        assert client.rollback().version == "base"
+        assert client.digests().digests == before.digests
+        client.push(new, version="whole")
+        assert client.digests().digests == of_slices != before.digests
+
+
+def test_a_sparse_update_needs_a_base(pair: Server) -> None:
+    with (
+        pair.client() as client,
+        pytest.raises(UpdateError, match="a sparse update needs base_epoch") as caught,
+    ):
+        client.open(sparse=True)
+    assert caught.value.kind == "invalid-request"

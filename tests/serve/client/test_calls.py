@@ -169,6 +169,7 @@ def test_the_key_is_in_no_repr() -> None:
                 "id": "u1",
                 "partial": False,
                 "becomes_current": True,
+                "sparse": False,
                 "running": "wait",
                 "wait_seconds": 1.0,
                 "tensors": {"a": {"shape": [2]}},

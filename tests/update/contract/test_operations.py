@@ -20,5 +20,6 @@ def test_every_method_of_ranks_is_there(method: RankMethod) -> None:
 def test_what_only_reads_needs_no_weights() -> None:
     assert {each for each in Operation if each.only_reads} == {"join", "status", "manifest", "kv_scales"}
     awake = {"open", "check", "stage", "withdraw", "prepare", "commit", "rollback", "digests", "verify"}
+    awake |= {"declare_current"}
     awake |= {f"native_{name}" for name in ("init", "shutdown", "start", "update", "finishing")}
     assert {each for each in Operation if each.needs_weights} == awake

@@ -93,8 +93,8 @@ def test_a_name_tells_the_box_of_a_slice(name: str, expected: TensorSlice | None
 
 @pytest.mark.parametrize(
     "name",
-    ["up[0:256,0:384]", "up[3:129,0:384]", "down[0:256,0:192]", "down[7:9,192:384]", "down[0:1,0:384]", "norm[5:6]",
-     "mlp.experts.gate_up_proj[1:3,0:128,0:256]", "mlp.experts.gate_up_proj[1:2,5:9,0:256]", "rotary[0:4]"],
+    ["up[0:256,0:384]", "up[3:129,0:384]", "down[0:256,0:192]", "down[7:9,192:384]", "down[0:128,0:128]", "down[0:1,0:384]", 
+     "norm[5:6]",      "mlp.experts.gate_up_proj[1:3,0:128,0:256]", "mlp.experts.gate_up_proj[1:2,5:9,0:256]", "rotary[0:4]"],
 )  # fmt: skip
 def test_what_each_rank_can_stage_is_taken(name: str) -> None:
     assert problems(name) == []
@@ -103,13 +103,17 @@ def test_what_each_rank_can_stage_is_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected", "sides"),
     [
-        ("down[0:256,0:128]", "all of [0, 192] in dimension 1, which rank 0 serves", [0, 128]),
-        ("down[0:256,0:193]", "all of [192, 384] in dimension 1, which rank 1 serves", [0, 193]),
-        ("up[0:256,1:384]", "all of [0, 384] in dimension 1, which rank 0 serves", [1, 384]),
+        ("down[0:256,0:100]", "all of [0, 192] in dimension 1, which rank 0 serves, or whole blocks of it", [0, 100]),
+        ("down[0:256,0:193]", "all of [192, 384] in dimension 1, which rank 1 serves, or whole blocks of it", [0, 193]),
+        ("up[0:256,1:384]", "all of [0, 384] in dimension 1, which rank 0 serves, or whole blocks of it", [1, 384]),
         ("up[0:513,0:384]", "a box within [[0, 512], [0, 384]]", [[0, 513], [0, 384]]),
         ("up[0:512]", "a box within [[0, 512], [0, 384]]", [[0, 512]]),
         ("up[4:4,0:384]", "a box within [[0, 512], [0, 384]]", [[4, 4], [0, 384]]),
-        ("mlp.experts.gate_up_proj[0:1,0:128,0:128]", "all of [0, 256] in dimension 2, which rank 0 serves", [0, 128]),
+        (
+            "mlp.experts.gate_up_proj[0:1,0:128,0:64]",
+            "all of [0, 256] in dimension 2, which rank 0 serves, or whole blocks of it",
+            [0, 64],
+        ),
         ("embed[0:1,0:384]", "all of it (embed)", "a slice"),
         ("head[0:1,0:384]", "all of it (head)", "a slice"),
     ],

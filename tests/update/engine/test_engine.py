@@ -361,7 +361,7 @@ def test_staging_has_a_pace_beside_running_requests(running: int, settings: Sett
 
         def ranks(self, method: str, *arguments: Any) -> list[RankResult]:
             assert method == "stage"
-            rates.append(arguments[-2])
+            rates.append(arguments[-3])
             return [Accepted()]
 
         def hold(self) -> None:

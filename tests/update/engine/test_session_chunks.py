@@ -231,3 +231,48 @@ def test_a_slice_does_not_pass_the_claim_of_its_tensor() -> None:
     session = of_slices(claims={"w": Claim(sha256="0" * 64)})
     error = refused(lambda: sliced(session, "0", "w[0:2,0:2]"))
     assert (error.kind, error.details["problems"][0]["expected"]) == ("wrong-form", "w")
+
+
+def sparse() -> Session:
+    return of_slices(partial=True, sparse=True, base_epoch=0)
+
+
+def test_a_sparse_update_needs_no_more_than_it_brings() -> None:
+    session = sparse()
+    assert refused(lambda: session.check(0)).kind == "incomplete"
+    sliced(session, "0", "w[0:2,0:2]")
+    assert (session.describe().missing, session.written()) == ([], {"w"})
+    session.check(0)
+    assert refused(lambda: session.check(1)).kind == "stale-base"
+
+
+def test_what_a_sparse_update_has_written_must_come_again() -> None:
+    """A chunk that is replaced, or refused, has written into the shadow."""
+    session = sparse()
+    sliced(session, "0", "w[0:2,0:2]", "v")
+    sliced(session, "0", "v")
+    assert session.describe().missing == ["w"]
+    assert refused(lambda: session.check(0)).details["missing"] == ["w[0:2,0:2]"]
+    sliced(session, "1", "w[0:4,0:2]")
+    session.check(0)
+    session.receive("1", [TensorSpec("w[0:4,0:2]", (4, 2), "bfloat16")], 10)
+    session.staged("1", [{"kind": "non-finite", "tensor": "w[0:4,0:2]"}])
+    assert refused(lambda: session.check(0)).details["missing"] == ["w[0:2,0:2]", "w[0:4,0:2]"]
+
+
+def test_a_sparse_update_of_half_a_block_is_refused_by_name() -> None:
+    session = sparse()
+    sliced(session, "0", "w[0:1,0:2]")
+    error = refused(lambda: session.check(0))
+    assert (error.kind, error.details["missing"]) == ("incomplete", ["w[0:2,0:2]"])
+    assert "a sparse update of whole blocks lacks" in str(error)
+    sliced(session, "1", "w[1:2,0:2]")
+    session.check(0)
+
+
+def test_a_tensor_that_was_announced_comes_whole_in_a_sparse_update_too() -> None:
+    session = of_slices(partial=True, sparse=True, base_epoch=0, claims={"v": Claim()})
+    sliced(session, "0", "w[0:2,0:2]")
+    assert session.missing() == {"v"}
+    sliced(session, "1", "v")
+    session.check(0)

@@ -27,6 +27,7 @@ def test_what_is_told_about_an_update() -> None:
     session.receive("1", specs("c"), 15, "ab" * 32)
     assert session.describe().as_dict() == {
         "partial": False,
+        "sparse": False,
         "world_size": 1,
         "id": "u1",
         "state": "open",

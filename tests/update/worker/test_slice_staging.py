@@ -12,14 +12,15 @@ from torch import Tensor
 from update.staging import stage
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, scale_name
+from vllm_fp8ext.serve.client import changed_slices
+from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, piece_within, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
-from vllm_fp8ext.update.contract.tensor_slices import Box, extents, slice_name
+from vllm_fp8ext.update.contract.tensor_slices import Box, extents, slice_name, tensor_of
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.chunk_intake import ChunkIntake
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager
-from vllm_fp8ext.update.worker.staging_steps import StagingInput, piece_within
+from vllm_fp8ext.update.worker.staging_steps import StagingInput
 from vllm_fp8ext.update.worker.tied_tensors import TiedTensors
 from vllm_fp8ext.update.worker.verdicts import VerdictTable
 
@@ -192,3 +193,77 @@ def test_the_part_of_a_piece_in_a_slice() -> None:
     assert part is not None
     assert (part.source, part.origin, part.extents) == (((1, 2), (0, 200), (0, 20)), (18, 0), (20, 200))
     assert piece_within(whole, ((2, 3), (0, 200), (20, 40))) is None
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_changed_slices_on_top_of_what_is_served_make_what_all_of_it_makes(data: st.DataObject) -> None:
+    """And nothing is sent where nothing has changed."""
+    after = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    changed = data.draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=4))
+    for name in changed:
+        at = tuple(data.draw(st.integers(0, size - 1)) for size in SHAPES[name])
+        after[name][at] = data.draw(st.sampled_from((0.0, 9.0, -1e-3)))
+    slices = changed_slices(MANIFEST.as_dict(), WEIGHTS, after)
+    really = {name for name in SHAPES if not torch.equal(after[name], WEIGHTS[name])}
+    assert really <= {tensor_of(name) for name in slices} <= really | ({"gate", "up"} if really else set())
+    assert (
+        MANIFEST.problems(TensorSpec(name, tuple(part.shape), "bfloat16") for name, part in slices.items())
+        == []
+    )
+    assert MANIFEST.lacking_in_blocks(slices) == []
+    ranks, expected = [Rank(0), Rank(1)], [Rank(0), Rank(1)]
+    for number in range(2):
+        for name, weight in WEIGHTS.items():
+            stage(ranks[number].stager, name, weight)
+            stage(expected[number].stager, name, after[name])
+        ranks[number].stager.reset()
+        for name in data.draw(st.permutations(sorted(slices))):
+            if ranks[number].stager.serves(name):
+                stage(ranks[number].stager, name, slices[name])
+    assert [rank.contents() for rank in ranks] == [rank.contents() for rank in expected]
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_blocks_of_some_columns_are_written_alone(codes: bool) -> None:
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(7)).to(BF16)
+    new = weight.clone()
+    new[130, 200] = 7.0
+    staged = QuantizedTarget(*quantize_weight.empty_like(weight), BF16, "fp32")
+    stager = Stager({"w": (piece(0, "t", (256, 384), ((0, 256), (0, 384)), (0, 0)),)}, {"t": staged}, {})
+    stage(stager, "w", weight)
+    box = ((128, 256), (128, 256))
+    part = new[128:256, 128:256]
+    if codes:
+        parts = reference.quantize_weight(part, "fp32")
+        stage(stager, slice_name("w", box), parts[0], 0, parts[1])
+    else:
+        stage(stager, slice_name("w", box), part)
+    expected_codes, expected_scales = reference.quantize_weight(new, "fp32")
+    assert torch.equal(staged.codes.view(torch.uint8), expected_codes.view(torch.uint8))
+    assert torch.equal(staged.scales, expected_scales)
+
+
+def test_what_lacks_for_whole_blocks_is_named() -> None:
+    """Rows 128 to 256 of the fused parameter of rank 0 are the last 72 of `gate` and the first 56 of `up`."""
+    assert MANIFEST.lacking_in_blocks(["gate[0:128,0:96]"]) == []
+    assert MANIFEST.lacking_in_blocks(["gate[128:200,0:96]"]) == ["up[0:56,0:96]"]
+    assert MANIFEST.lacking_in_blocks(["gate[128:200,0:96]", "up[0:56,0:96]"]) == []
+    assert MANIFEST.lacking_in_blocks(["gate[150:160,0:96]"]) == ["gate[128:200,0:96]", "up[0:56,0:96]"]
+    assert (
+        MANIFEST.lacking_in_blocks(["up[56:200,0:96]", "down[0:128,160:320]", "norm", "embed[3:4,0:96]"])
+        == []
+    )
+    assert MANIFEST.lacking_in_blocks(["down[0:128,0:160]", "down[128:200,0:160]"]) == []
+    assert MANIFEST.lacking_in_blocks(["down[0:129,0:160]"]) == ["down[128:200,0:160]"]
+
+
+def test_what_is_no_version_of_the_served_weights_is_refused() -> None:
+    shown = MANIFEST.as_dict()
+    with pytest.raises(ValueError, match="tensor norm: expected none as before"):
+        changed_slices(shown, {}, {"norm": WEIGHTS["norm"]})
+    with pytest.raises(ValueError, match=r"expected torch.bfloat16 .96. as before, found torch.float32"):
+        changed_slices(shown, WEIGHTS, {"norm": WEIGHTS["norm"].float()})
+    stranger = {"stranger": torch.ones(2)}
+    with pytest.raises(ValueError, match="tensor stranger: expected one of the manifest's"):
+        changed_slices(shown, stranger, stranger)

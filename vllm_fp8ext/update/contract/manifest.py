@@ -2,6 +2,7 @@
 """Tensors that an engine takes and how it serves them, as plain data: the contract between trainer, server and digests."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from vllm_fp8ext.update.contract.tensor_slices import (
     slice_name,
     slices_to_send,
     tensor_of,
+    volume,
 )
 
 if TYPE_CHECKING:
@@ -320,6 +322,36 @@ class Manifest:
         sources = {piece.source for piece in self.pieces.get(name, ())}
         return [slice_name(name, source) for source in sorted(sources) if not covers(boxes, source)]
 
+    @cached_property
+    def _by_target(self) -> dict[tuple[int, str], list[tuple[str, ShardSlice]]]:
+        """Pieces of quantized parameters, by rank and parameter, with the names of their tensors."""
+        pieces: dict[tuple[int, str], list[tuple[str, ShardSlice]]] = defaultdict(list)
+        for name, parts in self.pieces.items():
+            for piece in parts:
+                if piece.quantized:
+                    pieces[piece.rank, piece.target].append((name, piece))
+        return pieces
+
+    def lacking_in_blocks(self, names: Iterable[str]) -> list[str]:
+        """Return the slices that these lack to fill whole blocks of each parameter.
+
+        The scale of a block is of all of its values. Some of it may come with another tensor, beside it in a fused layer.
+        """
+        begun: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+        for name in names:
+            part_of = parsed_slice(name)
+            for piece in self.pieces.get(tensor_of(name), ()):
+                part = piece_within(piece, part_of.box) if part_of else piece
+                if part is not None and piece.quantized and not in_whole_blocks(part):
+                    begun[piece.rank, piece.target].append((part.origin[0], part.origin[0] + part.extents[0]))
+        lacking = {
+            slice_name(name, box)
+            for target, rows in begun.items()
+            for name, piece in self._by_target[target]
+            for box in _missing_rows(piece, rows)
+        }
+        return sorted(lacking)
+
     def completed(self, names: Iterable[str]) -> set[str]:
         """Add to these tensors every other one of the same parameters, on any rank."""
         targets = {(piece.rank, piece.target) for name in names for piece in self.pieces.get(name, ())}
@@ -397,6 +429,41 @@ class Manifest:
         return cls(tensors, frozenset(data["ignored"]), pieces, form, size, **also)
 
 
+def piece_within(piece: ShardSlice, box: Box) -> ShardSlice | None:
+    """Return the part of a piece that lies in a slice of its tensor. Its `source` counts from the begin of the slice."""
+    shared = intersection(piece.source, box)
+    if shared is None:
+        return None
+    shifts = [start - first for (start, _), (first, _) in zip(shared, piece.source, strict=True)]
+    if piece.transposed:
+        shifts[-2:] = reversed(shifts[-2:])
+    lacking = len(piece.origin) - len(shifts)
+    shifts = [0] * lacking + shifts[max(-lacking, 0) :]
+    origin = tuple(begin + shift for begin, shift in zip(piece.origin, shifts, strict=True))
+    source = tuple(
+        (start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True)
+    )
+    return replace(piece, source=source, origin=origin)
+
+
+def _missing_rows(piece: ShardSlice, rows: Sequence[tuple[int, int]]) -> Iterator[Box]:
+    """Yield boxes of a piece's tensor that complete the block rows of these rows."""
+    room = piece.target_shape[0]
+    mine = (piece.origin[0], piece.origin[0] + piece.extents[0])
+    axis = len(piece.source) - (1 if piece.transposed else 2)
+    for index in sorted({at // BLOCK for start, stop in rows for at in (start, stop - 1)}):
+        block = (index * BLOCK, min((index + 1) * BLOCK, room))
+        came = [shared for each in rows if (shared := intersection((each,), (block,)))]
+        if sum(map(volume, came)) == block[1] - block[0]:
+            continue
+        wanted = intersection((mine,), (block,))
+        if wanted is None or covers([(each,) for each in rows], wanted):
+            continue
+        shift = piece.source[axis][0] - piece.origin[0]
+        side = (wanted[0][0] + shift, wanted[0][1] + shift)
+        yield (*piece.source[:axis], side, *piece.source[axis + 1 :])
+
+
 def slice_problem(
     manifest: Manifest, part: TensorSlice, spec: TensorSpec, expert_layout: ExpertLayout | None
 ) -> dict[str, Any] | None:
@@ -427,11 +494,25 @@ def slice_problem(
         shared = intersection(box, piece.source)
         if shared is None or not piece.quantized:
             continue
+        of_piece = piece_within(piece, box)
         side = -2 if piece.transposed else -1
-        if shared[side] != piece.source[side]:
-            expected = f"all of {list(piece.source[side])} in dimension {len(box) + side}, which rank {piece.rank} serves"
-            return {"kind": "wrong-slice", "expected": expected, "found": list(box[side])}
+        if of_piece is None or shared[side] == piece.source[side] or in_whole_blocks(of_piece):
+            continue
+        dimension = len(box) + side
+        expected = (
+            f"all of {list(piece.source[side])} in dimension {dimension}, which rank {piece.rank} serves, or whole "
+            "blocks of it"
+        )
+        return {"kind": "wrong-slice", "expected": expected, "found": list(box[side])}
     return None
+
+
+def in_whole_blocks(part: ShardSlice) -> bool:
+    """Tell whether a part of a piece fills whole blocks of its parameter, a matrix."""
+    return len(part.origin) == 2 and all(
+        origin % BLOCK == 0 and ((origin + size) % BLOCK == 0 or origin + size == room)
+        for origin, size, room in zip(part.origin, part.extents, part.target_shape, strict=True)
+    )
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:

@@ -86,6 +86,7 @@ class UpdateState(AnswerFields):
     opened_at: float
     expires_at: float | None
     partial: bool
+    sparse: bool = False
     world_size: int
     tensors_required: int
     tensors_missing: int

@@ -78,6 +78,7 @@ class ChunkStaging:
             RankMethod.STAGE,
             *(session.id, source, taken_apart(used, manifest.fused), _hashes(session, used), rate),
             session.tied_in_others(chunk),
+            session.sparse,
         )
         used_bytes = sum(tensor[4] for tensor in used)
         return call, used_bytes / (rate * manifest.world_size) if rate else 0.0

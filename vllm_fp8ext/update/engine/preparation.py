@@ -64,7 +64,7 @@ class Preparation:
         """Fill in the served weights, scale the KV cache, take fingerprints, run the canary."""
         revision, started = session.revision, time.perf_counter()
         if session.partial:
-            names = sorted(session.staged_names())
+            names = sorted(session.written())
             raise_first((yield OnRanks(RankMethod.COPY_UNSENT, session.id, names)))
             session.require_unchanged(revision)
         yield from self._find_scales(session, revision)

@@ -29,6 +29,7 @@ from vllm_fp8ext.update.contract.spans import Spans
 from vllm_fp8ext.update.contract.tensor_slices import (
     boxes_of,
     by_tensor,
+    covers,
     overlapping,
     parsed_slice,
     tensor_of,
@@ -90,6 +91,8 @@ class Session:
     wait_seconds: float | None = None
     partial: bool = False
     """Parameters of which nothing is brought keep their served weights."""
+    sparse: bool = False
+    """Slices change what they hold: the rest of their tensors keeps its served weights. It is partial then."""
     named: bool = True
     """True if the client chose the version."""
     inplace: bool = False
@@ -116,6 +119,8 @@ class Session:
     """True for one that is committed though somebody has paused the engine, which stays paused."""
     becomes_current: bool = True
     """False if an engine that generates nothing waits for word after the commit."""
+    brought: set[str] = field(default_factory=set)
+    """Tensors and slices that chunks of a sparse update have brought. What has been written can't be left out again."""
     healing: bool = False
     """Its commit failed half-way: nothing else can be served before it is sent again, whatever it was made for."""
     worked: Spans = field(default_factory=Spans)
@@ -197,6 +202,8 @@ class Session:
         self.chunks[key] = Chunk(
             names, size, sha256, sent=sent or {}, boxes=boxes_of(names) if sliced else {}
         )
+        if self.sparse:
+            self.brought |= {name for name in names if tensor_of(name) in self.manifest.pieces}
         if self.inplace:
             served: set[str] = {*self.manifest.tensors, *self.manifest.tied}
             self.overwritten |= served & {tensor_of(name) for name in names}
@@ -264,7 +271,10 @@ class Session:
             return self.manifest.tensors.keys()
         refused = {tensor_of(name) for chunk in self.chunks.values() for name in chunk.refused}
         refused |= by_tensor(chunk.boxes for chunk in self.chunks.values()).keys()
-        claimed = map(tensor_of, self.manifest.parts(self.claims))
+        claimed = set(map(tensor_of, self.manifest.parts(self.claims)))
+        if self.sparse:
+            tied = {self.manifest.tied.get(name, name) for name in self.overwritten}
+            return (set(map(tensor_of, self.brought)) | claimed | tied) & self.manifest.tensors.keys()
         overwritten = {self.manifest.tied.get(name, name) for name in self.overwritten}
         return self.manifest.completed(self.staged_names() | refused | set(claimed) | overwritten)
 
@@ -272,12 +282,39 @@ class Session:
         """Required tensors that no staged chunk has brought; and output layers that are served as the embedding, which need
         not come, where they were announced or refused."""
         required, staged = self.required(), self.staged_names()
+        if self.sparse:
+            staged = staged | (required - set(map(tensor_of, self._unstaged())) - self._claimed_whole())
         missing = frozenset() if required == staged else required - staged
         tied = self.manifest.tied.keys()
         if not tied:
             return missing
         refused = {name for chunk in self.chunks.values() for name in chunk.refused}
         return missing | ((refused | self.claims.keys()) & tied) - staged
+
+    def _require_whole_blocks(self) -> None:
+        lacking = self.manifest.lacking_in_blocks(self.brought)
+        if lacking:
+            raise incomplete(lacking, len(self.required()), [], "a sparse update of whole blocks")
+
+    def _claimed_whole(self) -> set[str]:
+        """Return tensors that were announced as a whole."""
+        return set(self.manifest.parts(name for name in self.claims if parsed_slice(name) is None))
+
+    def _unstaged(self) -> list[str]:
+        """Return what a sparse update has brought and that must come again: it was refused, or replaced."""
+        staged = [chunk for chunk in self.chunks.values() if chunk.staged]
+        names = frozenset[str]().union(*(chunk.names for chunk in staged))
+        boxes = by_tensor(chunk.boxes for chunk in staged)
+        slices = [(name, parsed_slice(name)) for name in self.brought - names]
+        return sorted(
+            name
+            for name, part in slices
+            if part is None or (part.tensor not in names and not covers(boxes.get(part.tensor, ()), part.box))
+        )
+
+    def written(self) -> Set[str]:
+        """Return the tensors that were staged, or some slices of them."""
+        return self.staged_names() | set(map(tensor_of, self.brought))
 
     def _lacking(self, name: str) -> list[str]:
         """Return what a missing tensor lacks: slices of it, where others have come."""
@@ -295,9 +332,11 @@ class Session:
         if self.busy:
             raise UpdateError("staging", "chunks are still being staged: prepare when they are done")
         missing = self.missing()
-        if missing or not self.staged_names():
+        if self.sparse and not missing:
+            self._require_whole_blocks()
+        if missing or not self.written():
             required = len(self.required())
-            lacking = sorted(name for tensor in missing for name in self._lacking(tensor))
+            lacking = self._unstaged() or sorted(name for tensor in missing for name in self._lacking(tensor))
             raise incomplete(lacking, required, self.problems, count=self.problem_count)
 
     def prepared(self, revision: int) -> None:
@@ -413,6 +452,7 @@ class Session:
             opened_at=self.opened_at.unix,
             expires_at=self.expires_at.unix if self.live else None,
             partial=self.partial,
+            sparse=self.sparse,
             world_size=self.manifest.world_size,
             tensors_required=len(self.required()),
             tensors_missing=len(missing),

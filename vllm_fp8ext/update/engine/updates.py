@@ -32,6 +32,7 @@ class OpenRequest:
     running: str = Running.KEEP
     wait_seconds: float | None = None
     partial: bool = False
+    sparse: bool = False
     tensors: Mapping[str, Any] | None = None
     expert_layout: ExpertLayout | None = None
     canary: Mapping[str, Any] | None = None
@@ -44,7 +45,8 @@ class OpenRequest:
         return {
             "version": self.version,
             "base_epoch": self.base_epoch,
-            "partial": self.partial or None,
+            "partial": self.partial or self.sparse or None,
+            "sparse": self.sparse or None,
             "expert_layout": self.expert_layout,
         }
 
@@ -95,9 +97,11 @@ class Updates:
 
     def _require_possible(self, request: OpenRequest) -> None:
         """Refuse an update that this engine can't take, or not now."""
-        if request.partial and request.base_epoch is None:
-            raise UpdateError("invalid-request", "a partial update needs base_epoch", status=422)
-        self._committer.require_healing(request.partial)
+        partial = request.partial or request.sparse
+        if partial and request.base_epoch is None:
+            extent = "sparse" if request.sparse else "partial"
+            raise UpdateError("invalid-request", f"a {extent} update needs base_epoch", status=422)
+        self._committer.require_healing(partial)
         if self._inplace and request.running == Running.WAIT:
             message = (
                 "staging inplace can't wait for requests while it overwrites what they run on: expected running keep, "
@@ -126,7 +130,8 @@ class Updates:
             kv_request=self._kv.request(request.kv_scales),
             base_epoch=request.base_epoch,
             wait_seconds=request.wait_seconds,
-            partial=request.partial,
+            partial=request.partial or request.sparse,
+            sparse=request.sparse,
             named=version is not None,
             inplace=self._inplace,
             expert_layout=request.expert_layout,

@@ -67,10 +67,12 @@ class BatchItem:
 def batch_item(spec: TensorSpec, step: Step) -> BatchItem | None:
     """Return a step of a tensor as an item of a batch; None where it has to run by itself.
 
-    That is a step that fills a strip, converts or transposes values, or lies where no kernel reads or writes 16 bytes at a
-    time.
+    That is a step that fills a strip or some columns, converts or transposes values, or lies where no kernel reads or
+    writes 16 bytes at a time.
     """
     if isinstance(step, FillStrip) or (not isinstance(step, CopyCodes) and step.transposed):
+        return None
+    if not isinstance(step, CopyValues) and not step.all_columns:
         return None
     shape, dtype = spec.shape, spec.torch_dtype
     starts = [start for start, _ in step.source]

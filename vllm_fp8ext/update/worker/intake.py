@@ -88,19 +88,20 @@ class Intake:
         hashes: dict[str, Any],
         rate: float = 0.0,
         tied: Sequence[str] = (),
+        sparse: bool = False,
     ) -> StagedTensors | Failure:
         """Stage these tensors, or return the error that stopped the reading before anything was written.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it is;
         each rank checks its share. `rate`: bytes a second at most of what is staged together on the GPU; 0: any. `tied`:
-        tensors in other chunks whose place others share.
+        tensors in other chunks whose place others share. `sparse`: what the update does not bring stays, within tensors too.
 
         Raises:
             UpdateError: `wrong-state`, when the update is wanted no more; or what stops the reading later.
         """
         checksums = Checksums(dict(list(hashes.items())[self._rank :: self._world_size]))
         return self._stage(
-            job, session, partial(self._receivers.open, source), tensors, checksums, rate, tied
+            job, session, partial(self._receivers.open, source), tensors, checksums, rate, tied, sparse=sparse
         )
 
     def stage_held(
@@ -133,10 +134,14 @@ class Intake:
         checksums: Checksums,
         rate: float,
         tied: Sequence[str],
+        *,
+        sparse: bool = False,
     ) -> StagedTensors | Failure:
         if self._staged != session:
             self._shadow.stager.reset()
             self._tied.reset()
+            if sparse:
+                self._shadow.copy_served()
             self._staged = session
         compared = self._tied.begin([stored.spec.name for stored in tensors], tied)
         chunk = ChunkIntake(self._shadow.stager, checksums, tensors, self._device, self._tied, compared)

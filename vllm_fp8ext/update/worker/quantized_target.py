@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes and scales of one parameter, which tensors are quantized into."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,11 +44,30 @@ class QuantizedTarget:
         """Return the scales of the blocks that hold rows `start` to `stop`."""
         return self.scales[start // BLOCK : -(-stop // BLOCK)]
 
-    def quantize(self, start: int, rows: Tensor) -> Tensor:
-        """Queue the quantization of whole block rows from `start` on; returns the sums of `quantize_weight.queue`."""
-        stop = start + rows.shape[0]
+    def part(self, start: int, left: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of a part, from row `start` and column `left` on.
+
+        `shape`: `[rows, columns]`.
+        """
+        stop, right = start + shape[0], left + shape[1]
         codes, scales = self.codes[start:stop], self.scales_of(start, stop)
-        return quantize_weight.queue(rows, codes, scales, self.scale_format)
+        if shape[1] == self.codes.shape[1]:
+            return codes, scales
+        return codes[:, left:right], scales[:, left // BLOCK : -(-right // BLOCK)]
+
+    def quantize(self, start: int, rows: Tensor, left: int = 0) -> Tensor:
+        """Queue the quantization of whole blocks from row `start` and column `left` on.
+
+        Returns the sums of `quantize_weight.queue`.
+        """
+        codes, scales = self.part(start, left, rows.shape)
+        if codes.is_contiguous() or not codes.is_cuda:
+            return quantize_weight.queue(rows, codes, scales, self.scale_format)
+        room = quantize_weight.empty_like(rows, codes.device)
+        sums = quantize_weight.queue(rows, *room, self.scale_format)
+        codes.copy_(room[0], non_blocking=True)
+        scales.copy_(room[1], non_blocking=True)
+        return sums
 
     def fill(self, start: int, rows: Tensor, tensor_rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """Queue the copy of rows into their block row; quantize it when it is complete.

@@ -101,17 +101,18 @@ class Rank:
         hashes: dict[str, Any],
         rate: float = 0.0,
         tied: Sequence[str] = (),
+        sparse: bool = False,
     ) -> Accepted:
         """Start to stage tensors (`[name, shape, dtype, start, bytes]`) of a `Source`; `poll(job)` returns the outcome.
 
         `hashes`: by the name of what was sent, the SHA-256 that its raw bytes must have, and which of these tensors it
-        is; each rank checks its share. `rate`, `tied`: as in `Intake.stage`.
+        is; each rank checks its share. `rate`, `tied`, `sparse`: as in `Intake.stage`.
         """
         opened, intake = source_from_dict(source), self._intake
         intake.want(session)
 
         def stage() -> RankResult:
-            return intake.stage(job, session, opened, self._specs.stored(tensors), hashes, rate, tied)
+            return intake.stage(job, session, opened, self._specs.stored(tensors), hashes, rate, tied, sparse)
 
         return self._threads.start("staging", job, stage, intake.close_deferred)
 

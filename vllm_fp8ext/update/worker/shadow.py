@@ -104,6 +104,12 @@ class Shadow:
             if path not in quantized | derived and (path in targets or path in parameters)
         }
 
+    def copy_served(self) -> None:
+        """Copy all that is served: an update changes some of it. On any thread, but not during a swap."""
+        if not self.weight_swap.inplace:
+            for live, shadow in self.weight_swap.pairs:
+                shadow.copy_(live)
+
     def copy_unsent(self, names: Iterable[str]) -> None:
         """Copy from live what no tensor of these writes. On any thread, but not during a swap.
 

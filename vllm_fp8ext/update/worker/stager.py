@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
-from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec, piece_within
 from vllm_fp8ext.update.contract.tensor_slices import parsed_slice
 from vllm_fp8ext.update.transports.memory import ResidentTensors
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
-from vllm_fp8ext.update.worker.staging_steps import CopyValues, StagingInput, Step, piece_within, steps_of
+from vllm_fp8ext.update.worker.staging_steps import CopyValues, StagingInput, Step, steps_of
 from vllm_fp8ext.update.worker.verdicts import COPIED_CODES, COPIED_VALUES, QUANTIZED, VerdictTable
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE
 from vllm_fp8ext.update.contract.manifest import ShardSlice
-from vllm_fp8ext.update.contract.tensor_slices import intersection
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.same_bytes import same_bytes
 from vllm_fp8ext.update.worker.verdicts import COMPARED, COPIED_CODES, VerdictTable
@@ -62,17 +61,27 @@ class StagingInput:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeBlocks:
-    """Quantize whole block rows into `target`, from its row `start` on. `transposed`: they are columns of the tensor."""
+    """Quantize whole blocks into `target`, from its row `start` and its column `left` on.
+
+    `transposed`: rows are columns of the tensor.
+    """
 
     source: Box
     target: QuantizedTarget
     start: int
     transposed: bool = False
+    left: int = 0
+
+    @property
+    def all_columns(self) -> bool:
+        """True unless it has a part of the parameter's columns."""
+        first, last = self.source[-2 if self.transposed else -1]
+        return last - first == self.target.codes.shape[1]
 
     def run(self, rows: StagingInput, table: VerdictTable) -> None:
         """Queue the step."""
         values = rows.matrix_in(self.source, transposed=self.transposed).to(self.target.dtype)
-        table.add_blocks(rows.name, self.target.quantize(self.start, values))
+        table.add_blocks(rows.name, self.target.quantize(self.start, values, self.left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +106,18 @@ class FillStrip:
 
 @dataclass(frozen=True, slots=True)
 class CopyCodes:
-    """Copy quantized blocks and their scales into `target`, from its row `start` on."""
+    """Copy quantized blocks and their scales into `target`, from row `start` and column `left` on."""
 
     source: Box
     target: QuantizedTarget
     start: int
+    left: int = 0
+
+    @property
+    def all_columns(self) -> bool:
+        """True unless it has a part of the parameter's columns."""
+        first, last = self.source[-1]
+        return last - first == self.target.codes.shape[1]
 
     @property
     def scales_source(self) -> tuple[slice, slice]:
@@ -113,8 +129,7 @@ class CopyCodes:
         """Queue the step."""
         assert rows.scales is not None
         values = rows.within(self.source)
-        stop = self.start + values.shape[0]
-        codes, scales = self.target.codes[self.start : stop], self.target.scales_of(self.start, stop)
+        codes, scales = self.target.part(self.start, self.left, values.shape)
         codes.copy_(values, non_blocking=True)
         scales.copy_(rows.scales[self.scales_source], non_blocking=True)
         finite = ((codes.view(torch.uint8) & 0x7F) != 0x7F).all() & torch.isfinite(scales).all()
@@ -167,7 +182,7 @@ def steps_of(
     if target is None:
         yield CopyValues(part.source, destination_of(plain[part.target], part), part.transposed)
     elif dtype == FP8_DTYPE:
-        yield CopyCodes(part.source, target, part.origin[0])
+        yield CopyCodes(part.source, target, *part.origin)
     else:
         yield from _quantizing(part, target, _rows_of(piece))
 
@@ -184,7 +199,7 @@ def _quantizing(part: ShardSlice, target: QuantizedTarget, tensor_rows: tuple[in
         return (*part.source[:axis], (first + shift, last + shift), *part.source[axis + 1 :])
 
     if begin < end:
-        yield QuantizeBlocks(source(begin, end), target, begin, part.transposed)
+        yield QuantizeBlocks(source(begin, end), target, begin, part.transposed, part.origin[1])
     for first, last in ((start, min(begin, stop)), (max(end, begin, start), stop)):
         if first < last:
             yield FillStrip(source(first, last), target, first, tensor_rows, part.transposed)
@@ -209,23 +224,6 @@ def _clipped(piece: ShardSlice, first: int, last: int) -> ShardSlice | None:
     origin = [*piece.origin]
     origin[axis] += top - start
     return replace(piece, source=((top, bottom), *others), origin=tuple(origin))
-
-
-def piece_within(piece: ShardSlice, box: Box) -> ShardSlice | None:
-    """Return the part of a piece that lies in a slice of its tensor. Its `source` counts from the begin of the slice."""
-    shared = intersection(piece.source, box)
-    if shared is None:
-        return None
-    shifts = [start - first for (start, _), (first, _) in zip(shared, piece.source, strict=True)]
-    if piece.transposed:
-        shifts[-2:] = reversed(shifts[-2:])
-    lacking = len(piece.origin) - len(shifts)
-    shifts = [0] * lacking + shifts[max(-lacking, 0) :]
-    origin = tuple(begin + shift for begin, shift in zip(piece.origin, shifts, strict=True))
-    source = tuple(
-        (start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True)
-    )
-    return replace(piece, source=source, origin=origin)
 
 
 def destination_of(parameter: Tensor, piece: ShardSlice) -> Tensor:
