@@ -61,17 +61,18 @@ class ChunkIntake:
         It is the order in which they lie; but codes come after all scales, which are small, and nothing that comes as rows is
         between tensors that are staged together.
         """
-        hashed, serves = self._checksums.parts, self._stager.serves
-        ordered = [
-            stored
-            for stored in self._tensors
-            if serves(name := stored.spec.name) or name in hashed or serves(name.removesuffix(SCALES))
-        ]
+        ordered = [stored for stored in self._tensors if self._reads(stored.spec.name)]
         ordered.sort(key=attrgetter("start"))
         as_rows, first = self.as_rows, self._scale_names
         if as_rows:
             ordered.sort(key=lambda stored: (stored.spec.name not in first, stored.spec.name in as_rows))
         return ordered
+
+    def _reads(self, name: str) -> bool:
+        """Tell whether this rank stages or hashes a tensor, or one whose scales these are."""
+        weight = name.removesuffix(SCALES)
+        hashed = self._checksums.parts
+        return self._stager.serves(weight) or weight in hashed or self._stager.serves(name) or name in hashed
 
     def stage(self, part: ResidentTensors | TensorRows, limiter: RateLimiter) -> Iterable[TensorRows]:
         """Queue the staging of tensors that lie together; return what has to be staged as rows."""
