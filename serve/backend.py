@@ -106,7 +106,7 @@ class Backend:
             UpdateError: the engine has ended.
         """
         chunk_bytes = self.spool.limit if hasattr(self, "spool") else None
-        self.engine.end.adopt((await self.engine(Operation.JOIN, chunk_bytes=chunk_bytes)).pid)
+        self.engine.end.adopt((await self.engine(Operation.JOIN, chunk_bytes=chunk_bytes)).pids)
 
     async def keep_following(self) -> None:
         """`refresh_status` whenever another API server process has changed something, as long as the engine lives."""

@@ -16,10 +16,36 @@ from vllm_fp8ext.environment import ADMIN_KEY
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
-    "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size > 1: run one server per replica"),
     "LoRA of experts": (
         {"model": "experts", "enable_lora": True},
         "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense",
+    ),
+    "data parallel ranks of several servers": (
+        {"data_parallel_size": 2, "external_lb": True},
+        "--data-parallel-external-lb, or --data-parallel-rank: an update spans the engine cores that one server starts",
+    ),
+    "data parallel ranks on several machines": (
+        {"data_parallel_size": 2, "data_parallel_size_local": 1},
+        "--data-parallel-size-local: an update spans the engine cores that one server starts on one machine",
+    ),
+    "data parallel in place": (
+        {"data_parallel_size": 2, "additional_config": {"fp8ext": {"staging": "inplace"}}},
+        "staging inplace with --data-parallel-size 2: expected staging shadow",
+    ),
+    "data parallel with LoRA": (
+        {"data_parallel_size": 2, "enable_lora": True},
+        "--enable-lora with --data-parallel-size 2: adapters of several engine cores were not tried",
+    ),
+    "data parallel with drafts": (
+        {
+            "data_parallel_size": 2,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        },
+        "--speculative-config with --data-parallel-size 2: drafts in several engine cores were not tried",
+    ),
+    "data parallel with sleep": (
+        {"data_parallel_size": 2, "sleep": True},
+        "--enable-sleep-mode with --data-parallel-size 2: engine cores would fall asleep one by one",
     ),
     "a draft model": (
         {"speculative_config": {"model": str(LATE), "num_speculative_tokens": 2}},
@@ -128,6 +154,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "drafts of n-grams": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
+    "data parallel ranks of one server": {"data_parallel_size": 2},
     "scales of an FP8 KV cache": {
         "kv_cache_dtype": "fp8",
         "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},
@@ -161,7 +188,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 has_amx = torch.cpu._is_amx_tile_supported()
 answers = {}
 for name, options in json.load(sys.stdin).items():
-    aside = ("_api_process_count", "enable_eplb", "amx", "dcp")
+    aside = ("_api_process_count", "enable_eplb", "amx", "dcp", "external_lb", "sleep")
     later = {key: options.pop(key) for key in aside if key in options}
     torch.cpu._is_amx_tile_supported = lambda later=later: later.get("amx", has_amx)
     os.environ.update({key: options.pop(key) for key in list(options) if key.isupper()})
@@ -170,11 +197,13 @@ for name, options in json.load(sys.stdin).items():
         if "_api_process_count" in later:
             args._api_process_count = later["_api_process_count"]
         config = args.create_engine_config()
-        if {"enable_eplb", "dcp"} & later.keys():  # vLLM itself takes them on GPUs only
+        if {"enable_eplb", "dcp", "external_lb", "sleep"} & later.keys():  # vLLM itself takes them on GPUs, or from servers
             from vllm_fp8ext.compat.unsupported_options import refuse_unsupported
             from vllm_fp8ext.config import Settings
             config.parallel_config.enable_eplb = later.get("enable_eplb", False)
             config.parallel_config.decode_context_parallel_size = later.get("dcp", 1)
+            config.parallel_config.data_parallel_external_lb = later.get("external_lb", False)
+            config.model_config.enable_sleep_mode = later.get("sleep", False)
             refuse_unsupported(config, Settings.parse(config.additional_config))
         answers[name] = ""
     except Exception as error:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.features import is_available, reason_missing, tell
 from vllm_fp8ext.compat.speed import serving_speed
-from vllm_fp8ext.compat.update import api_processes
+from vllm_fp8ext.compat.update import api_processes, data_parallel
 from vllm_fp8ext.compat.update.drafts import unsupported_drafts
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
@@ -54,6 +54,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             settings = Settings.parse(config.additional_config)
             refuse_unsupported(config, settings)
             tell(config)
+            data_parallel.tell(config)
             _configure_head(config, settings)
             _configure_transfer(config)
             serving_speed.install(settings.serving)
@@ -113,7 +114,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     if parallel.pipeline_parallel_size > 1:
         reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
     if parallel.data_parallel_size > 1:
-        reasons.append("--data-parallel-size > 1: run one server per replica, each takes its own updates")
+        reasons += _unsupported_data_parallel(config, settings)
     if config.lora_config is not None and config.model_config.is_moe:
         reasons.append(
             "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense "
@@ -179,6 +180,26 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _unsupported_data_parallel(config: Any, settings: Settings) -> list[str]:
+    """Say what an update of several engine cores can't span."""
+    problems, size = [], f"with --data-parallel-size {config.parallel_config.data_parallel_size}"
+    beyond = data_parallel.beyond_one_server(config)
+    if beyond is not None:
+        problems.append(
+            f"{beyond}: an update spans the engine cores that one server starts on one machine; run one server per replica, "
+            "each takes its own updates"
+        )
+    if config.lora_config is not None:
+        problems.append(f"--enable-lora {size}: adapters of several engine cores were not tried")
+    if config.speculative_config is not None:
+        problems.append(f"--speculative-config {size}: drafts in several engine cores were not tried")
+    if settings.staging == "inplace":
+        problems.append(f"staging inplace {size}: expected staging shadow")
+    if config.model_config.enable_sleep_mode:
+        problems.append(f"--enable-sleep-mode {size}: engine cores would fall asleep one by one")
+    return problems
 
 
 def _names_this_plugin() -> bool:

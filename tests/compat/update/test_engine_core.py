@@ -4,7 +4,6 @@ which."""
 
 import queue
 from collections import deque
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(acc
     access.resume()
     access.begin_step()
     assert (steps.begun, len(access._core.batch_queue), access._core.ended) == (2, 1, [True, False, True])
-    access.time_next_step(lambda: reports.append(steps.output_queue.get_nowait()))
+    access.time_next_step(lambda _: reports.append(steps.output_queue.get_nowait()))
     access._step()
     access._step()
     assert reports == [(0, "tokens of step 1")], "not what comes after it"
@@ -179,7 +178,7 @@ def test_steps_in_flight_end_and_the_next_is_queued_without_being_waited_for(acc
 
 def test_a_step_that_was_only_queued_has_not_ended(access: CoreAccess) -> None:
     steps, reports = Steps(access._core), []
-    access.time_next_step(lambda: reports.append(steps.output_queue.get_nowait()))
+    access.time_next_step(lambda _: reports.append(steps.output_queue.get_nowait()))
     access._step()
     assert reports == []
     access._step()
@@ -190,7 +189,7 @@ def test_a_report_does_not_wait_for_requests_of_another_time(access: CoreAccess)
     """The only request ended before a step began."""
     Steps(access._core, depth=1)
     reports: list[int] = []
-    access.time_next_step(partial(reports.append, 1))
+    access.time_next_step(lambda _: reports.append(1))
     vars(access._core.scheduler)["has_requests"] = lambda: False
     access._step()
     del access._core.scheduler.has_requests
@@ -204,13 +203,13 @@ def test_only_the_last_of_several_reports_is_waited_for(access: CoreAccess, sche
     Steps(access._core)
     reports: list[int] = []
     for number in range(3):
-        access.time_next_step(partial(reports.append, number))
+        access.time_next_step(lambda _, number=number: reports.append(number))
     access._step()
     access._step()
     assert reports == [2]
     assert "post_step" not in vars(access._core)
     vars(scheduler)["has_requests"] = lambda: False
-    access.time_next_step(lambda: reports.append(3))
+    access.time_next_step(lambda _: reports.append(3))
     assert "post_step" not in vars(access._core), "no step will come"
 
 

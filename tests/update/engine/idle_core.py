@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine core without requests, and ranks that answer at once."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import Failure
@@ -31,6 +31,7 @@ class IdleCore:
     kv_cache_dtype = "auto"
     vocabulary = longest_prompt = 100
     instance = "abc"
+    pids: ClassVar[list[int]] = [7]
 
     def __init__(self) -> None:
         self.sleeps = False

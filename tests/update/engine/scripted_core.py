@@ -28,6 +28,7 @@ class ScriptedCore:
     longest_prompt = 100
     compiled: ClassVar[list[dict[str, int]]] = []
     instance = "abc"
+    pids: ClassVar[list[int]] = [7]
 
     def __init__(self, ranks: int = 2) -> None:
         self.swapped: list[bool | None] = [False] * ranks
@@ -43,7 +44,7 @@ class ScriptedCore:
         self.caches_fail = False
         self.told: list[str] = []
         self.others_paused = False
-        self.reports: list[Callable[[], None]] = []
+        self.reports: list[Callable[[float], None]] = []
 
     def ranks(self, method: str, *args: Any) -> list[RankResult]:
         if method == "wait_for_swap":
@@ -152,7 +153,7 @@ class ScriptedCore:
     def held_blocks(self) -> list[dict[str, Any]]:
         return []
 
-    def time_next_step(self, report: Callable[[], None]) -> None:
+    def time_next_step(self, report: Callable[[float], None]) -> None:
         self.reports.append(report)
 
 

@@ -403,7 +403,7 @@ def test_a_stall_lasts_to_the_end_of_the_next_step(core: ScriptedCore) -> None:
     assert phases is not None
     assert (step.stall_seconds, totals.stalls) == (None, [0, 0.0])
     [report] = core.reports
-    report()
+    report(time.perf_counter())
     assert step.stall_seconds is not None
     assert step.stall_seconds >= phases["pause"]
     assert totals.stalls == [1, step.stall_seconds]

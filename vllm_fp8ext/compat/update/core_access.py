@@ -7,6 +7,8 @@ written in place or a commit waits.
 
 import itertools
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat.update.data_parallel import EngineCores
 from vllm_fp8ext.compat.update.draft_acceptance import DraftCounter
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
 from vllm_fp8ext.compat.update.kv_epochs import KvEpochs
@@ -90,8 +93,10 @@ class CoreAccess:
         self._kv_epochs = KvEpochs(core) if ours else None
         self.instance: str = getattr(core, "fp8ext_instance", "")
         """Random: of this life of the engine."""
+        self.pids = [os.getpid()]
         self._label = first_label(self.instance)
-        if ours and config.parallel_config.data_parallel_size == 1:  # else vLLM wants one label of all
+        # vLLM wants one label of all cores
+        if ours and (EngineCores.of(config).count > 1 or config.parallel_config.data_parallel_size == 1):
             core.set_weight_version(self._label.encode())
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
@@ -298,6 +303,6 @@ class CoreAccess:
         self._label = label
         self._core.set_weight_version(label.encode())
 
-    def time_next_step(self, report: Callable[[], None]) -> None:
-        """Call `report` at the end of the next engine step (`next_step.time_next_step`)."""
-        time_next_step(self._core, report)
+    def time_next_step(self, report: Callable[[float], None]) -> None:
+        """Call `report` at the end of the next engine step (`next_step.time_next_step`), with its `time.perf_counter()`."""
+        time_next_step(self._core, lambda: report(time.perf_counter()))

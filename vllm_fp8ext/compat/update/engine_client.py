@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm.v1.engine.core_client import AsyncMPClient
+
 from vllm_fp8ext.compat.update.engine_changes import CHANGE
 from vllm_fp8ext.compat.update.engine_shutdown import EngineEnd
 from vllm_fp8ext.compat.update.heartbeat import PULSE
@@ -64,7 +66,7 @@ class EngineCalls:
         Raises:
             UpdateError: what the operation refused, or `engine-timeout`, or `engine-dead`.
         """
-        call = self._core.call_utility_async("fp8ext", operation, arguments)
+        call = self._call_core("fp8ext", operation, arguments)
         watched = not operation.only_reads
         try:
             reply = await self._answer(call, operation, self._deadline, watched=watched)
@@ -82,7 +84,7 @@ class EngineCalls:
         Raises:
             UpdateError: `engine-dead`.
         """
-        call = self._core.call_utility_async(CHANGE, known)
+        call = self._call_core(CHANGE, known)
         try:
             change: dict[str, Any] = await self._answer(call, "a change")
         except UpdateError:
@@ -91,6 +93,13 @@ class EngineCalls:
             raise UpdateError("engine-dead", f"the engine failed: {error}", status=500) from error
         self._heard(change["poisoned"])
         return change
+
+    def _call_core(self, method: str, *arguments: Any) -> Awaitable[Any]:
+        """Call the one core that updates are asked of: the first of several, which vLLM would all call."""
+        if isinstance(self._core, AsyncMPClient):
+            return AsyncMPClient.call_utility_async(self._core, method, *arguments)
+        call: Awaitable[Any] = self._core.call_utility_async(method, *arguments)
+        return call
 
     async def _answer(
         self, call: Awaitable[Any], what: str, seconds: float = math.inf, *, watched: bool = False
@@ -108,7 +117,7 @@ class EngineCalls:
                 if self._core.resources.engine_dead or self.end.engine_ended():
                     raise UpdateError("engine-dead", "the engine has ended", status=500)
                 if watched and pulse is None and spent > seconds / 2:
-                    pulse = asyncio.ensure_future(self._core.call_utility_async("fp8ext", PULSE, {}))
+                    pulse = asyncio.ensure_future(self._call_core("fp8ext", PULSE, {}))
                     pulse.add_done_callback(lambda done: done.cancelled() or done.exception())
                 frozen = pulse is not None and not pulse.done()
                 silent += _LOOK_SECONDS * frozen  # not by the clock: this process may not have run either

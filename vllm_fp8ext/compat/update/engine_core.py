@@ -7,6 +7,7 @@ not run into memory that is given back and what level 2 discards must not be ser
 """
 
 import secrets
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -15,8 +16,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import draft_acceptance, load_calls, recent_tokens, worker_replies
 from vllm_fp8ext.compat.update.core_access import CoreAccess
+from vllm_fp8ext.compat.update.core_thread import CoreThread
+from vllm_fp8ext.compat.update.data_parallel import EngineCores, name_of
 from vllm_fp8ext.compat.update.engine_changes import CHANGE, EngineChanges
 from vllm_fp8ext.compat.update.heartbeat import answer_pulse
+from vllm_fp8ext.compat.update.member_channel import listen
 from vllm_fp8ext.compat.update.unloaded_names import DUMMY
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
@@ -61,10 +65,16 @@ def _wrap_initialize(initialize: Any) -> Any:
             return
         adopt(config)
         worker_replies.attach(self.model_executor)
-        self.fp8ext_instance = secrets.token_hex(8)
+        cores = EngineCores.of(config)
+        self.fp8ext_instance = secrets.token_hex(8) if cores.count == 1 else name_of(self)[:16]
         settings = Settings.parse(config.additional_config)
+        if cores.count > 1:
+            self.fp8ext_thread = CoreThread(self)
+            if cores.index > 0:
+                listen(name_of(self), cores.index, self.fp8ext_thread, partial(_member_of, self))
         if settings.staging != "none":
-            load_calls.attach(self, _engine_of)
+            if cores.count == 1:
+                load_calls.attach(self, _engine_of)
             reason = _awaited(settings, dummy=config.load_config.load_format == DUMMY)
             if reason is not None:
                 _await_weights(self, reason)
@@ -95,18 +105,25 @@ def _await_weights(core: Any, reason: str) -> None:
     core.fp8ext_awaits_weights = reason
 
     def add_first_request(*arguments: Any, **named: Any) -> None:
-        _engine_of(core)
+        if EngineCores.of(core.vllm_config).count > 1:
+            _member_of(core)
+        else:
+            _engine_of(core)
         core.add_request(*arguments, **named)
 
     core.add_request = add_first_request
 
 
-def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def call(self: Any, operation: str, arguments: dict[str, Any]) -> Any:
     """One operation of the update engine (`update.engine.engine`); made on first use. Never raises. Every answer also says
-    why the engine is `poisoned`, or None: whatever was called may have ended an update that leaves it so.
+    why the engine is `poisoned`, or None: whatever was called may have ended an update that leaves it so. With several cores
+    it returns a future.
 
     When it has not returned by the deadline a worker hangs: the process ends, and with it the server.
     """
+    group = _group_of(self)
+    if group is not None:
+        return group.call(operation, arguments)
     engine = _engine_of(self)
     with self.fp8ext_watchdog.watching(operation):
         result = engine.handle(operation, arguments)
@@ -116,8 +133,43 @@ def call(self: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 def wait_for_change(self: Any, known: dict[str, Any] | None) -> Any:
     """Return a future of what holds (`UpdateEngine.change`) once that is not what the caller knows."""
+    group = _group_of(self)
+    if group is not None:
+        return group.wait(known)
     _engine_of(self)
     return self.fp8ext_changes.wait(known)
+
+
+def _group_of(core: Any) -> Any:
+    """Return the update engine of several cores, of which this is the first; None of a core that is alone."""
+    thread = getattr(core, "fp8ext_thread", None)
+    if thread is not None and not hasattr(core, "fp8ext_group"):
+        from vllm_fp8ext.compat.update.group_engine import GroupEngine
+
+        core.fp8ext_group = GroupEngine(
+            name_of(core),
+            EngineCores.of(core.vllm_config).count,
+            thread,
+            partial(_member_of, core),
+            awaits=getattr(core, "fp8ext_awaits_weights", None),
+        )
+        answer_pulse(core)
+    return core.fp8ext_group if thread is not None else None
+
+
+def _member_of(core: Any) -> Any:
+    """Return the access of an update to one of several cores; made on first use, on the core's main thread."""
+    from vllm_fp8ext.compat.update.core_member import CoreMember
+
+    if not hasattr(core, "fp8ext_member"):
+        awaits = hasattr(core, "fp8ext_awaits_weights")
+        if awaits:
+            del core.add_request
+        core.fp8ext_member = CoreMember(core)
+        if awaits:
+            core.fp8ext_member.stop()
+            core.fp8ext_member.refuse_requests()
+    return core.fp8ext_member
 
 
 def _engine_of(core: Any) -> Any:

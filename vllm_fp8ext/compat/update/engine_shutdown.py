@@ -11,7 +11,7 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -59,7 +59,7 @@ class EngineEnd:
     def __init__(self, resources: Any) -> None:
         manager = resources.engine_manager
         self._processes: list[Any] = list(manager.processes) if manager else []
-        self._engine: psutil.Process | None = None
+        self._adopted: list[psutil.Process] = []
         self._died = False
         self._codes: list[Code] | None = None
         """When the processes were stopped."""
@@ -74,21 +74,22 @@ class EngineEnd:
         if manager:
             self._undo.callback(replace(manager, "shutdown", self._wrap_shutdown(manager.shutdown)))
 
-    def adopt(self, pid: int) -> None:
-        """Know the process of an engine that another process of this machine has started."""
+    def adopt(self, pids: Sequence[int]) -> None:
+        """Know the processes of an engine's cores that another process of this machine has started."""
         if not self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._engine = psutil.Process(pid)
+            for pid in pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._adopted.append(psutil.Process(pid))
 
     def close(self) -> None:
         """Note no more, and leave the instances as they were."""
         self._undo.close()
 
     def engine_ended(self) -> bool:
-        """Tell whether an engine that was adopted has ended."""
+        """Tell whether an engine core that was adopted has ended."""
         try:
-            return self._engine is not None and (
-                not self._engine.is_running() or self._engine.status() == psutil.STATUS_ZOMBIE
+            return any(
+                not core.is_running() or core.status() == psutil.STATUS_ZOMBIE for core in self._adopted
             )
         except psutil.NoSuchProcess:
             return True
@@ -100,10 +101,10 @@ class EngineEnd:
             if process.is_alive():
                 end_children(process.pid)
                 process.kill()
-        if self._engine is not None:
+        for core in self._adopted:
             with contextlib.suppress(psutil.NoSuchProcess):
-                end_children(self._engine.pid)
-                self._engine.kill()
+                end_children(core.pid)
+                core.kill()
 
     def require_clean(self) -> None:
         """End this process with `EXIT_CODE` when the engine's process failed.

@@ -21,13 +21,19 @@ REMOVE_WHEN: str = "vLLM can run a second model beside the served one"
 logger = logging.getLogger("vllm.fp8ext")
 
 
-def untried_layers(shadow: nn.Module, settings: Settings) -> tuple[str, ...]:
+SHARED_EXPERTS = "experts that data-parallel ranks share out"
+"""Kind of layers that ranks compute together in steps alone: no shadow can have them meet between two steps."""
+
+
+def untried_layers(shadow: nn.Module, settings: Settings, *, shares_experts: bool = False) -> tuple[str, ...]:
     """Name kinds of layers that the shadow can't compute; with some, an update's tensors must be finite, and that is all.
+
+    `shares_experts`: data-parallel ranks share out experts.
 
     Raises:
         ConfigError: there are some, and settings refuse them, or ask for what only prompts can tell.
     """
-    kinds = tuple(layers_without_forward(shadow))
+    kinds = (*layers_without_forward(shadow), *((SHARED_EXPERTS,) if shares_experts else ()))
     if not kinds:
         return ()
     if settings.untried_layers == "refuse":

@@ -18,6 +18,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import cpu_conv, cpu_kv_rounding, foreign_loaders
+from vllm_fp8ext.compat.update.data_parallel import EngineCores
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
@@ -208,7 +209,10 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
         shadow = initialize_shadow(config, device)
         for tree in (model, shadow):
             head_copies.follow_updates(tree)
-        untried = untried_layers(shadow, Settings.parse(config.additional_config))
+        shares_experts = config.parallel_config.data_parallel_size > 1  # a core of a dense model has 1
+        untried = untried_layers(
+            shadow, Settings.parse(config.additional_config), shares_experts=shares_experts
+        )
         require_no_copies(shadow)
         specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
         tied = is_tied(config.model_config)
@@ -216,8 +220,10 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             tie_alike(model, shadow)
         names = names_of(shadow, config.model_config.hf_config, tied=tied)
         inplace = Settings.parse(config.additional_config).staging == "inplace"
+        cores, ranks = EngineCores.of(config), config.parallel_config.world_size
+        number = cores.index * ranks + worker.rank
         beside = [one for one in (runner.get_draft_model(), runner.get_model()) if one not in (None, model)]
-        weights = Shadow(model, shadow, specs, worker.rank, names, inplace=inplace, beside=beside)
+        weights = Shadow(model, shadow, specs, number, names, inplace=inplace, beside=beside)
         weights.require_equal(recorded.heads)
         kv = _kv_cache(model, weights, config, device)
     cost = weights.weight_swap.bytes
@@ -245,13 +251,14 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             )
     return Rank(
         weights,
-        worker.rank,
-        config.parallel_config.world_size,
+        number,
+        ranks,
         blocks,
         attend_plainly,
         kv,
         untried=untried,
         pooling=config.model_config.runner_type == "pooling",
+        cores=cores.count,
     )
 
 

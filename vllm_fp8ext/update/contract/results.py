@@ -55,9 +55,9 @@ class Stale:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """An API server process is known; `pid`: number of the engine's process."""
+    """An API server process is known; `pids`: numbers of the engine cores' processes."""
 
-    pid: int
+    pids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)

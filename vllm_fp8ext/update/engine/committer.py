@@ -3,6 +3,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -31,10 +32,14 @@ class Core(Protocol):
     kv_cache_dtype: str
     vocabulary: int
     longest_prompt: int
-    compiled: list[dict[str, int]]
     instance: str
     weight_transfer: str | None
     device_type: str
+
+    @property
+    def compiled(self) -> list[dict[str, int]]: ...
+    @property
+    def pids(self) -> list[int]: ...
 
     def ranks(self, method: RankMethod, *args: Any) -> list[RankResult]: ...
     def stop(self) -> None: ...
@@ -59,7 +64,7 @@ class Core(Protocol):
     def accept_requests(self) -> None: ...
     def restart_prompts(self) -> tuple[int, int]: ...
     def enter_epoch(self, label: Label, *, recompute: bool) -> None: ...
-    def time_next_step(self, report: Any) -> None: ...
+    def time_next_step(self, report: Callable[[float], None]) -> None: ...
     def recent_tokens(self) -> list[list[int]]: ...
     def held_blocks(self) -> list[dict[str, Any]]: ...
     def draft_acceptance(self) -> dict[str, Any] | None: ...
@@ -193,7 +198,7 @@ class Committer:
             self._core.begin_step()
         start, self.stall_seconds = held or stopped, None
         if stalls:
-            self._core.time_next_step(lambda: self._stalled(start))
+            self._core.time_next_step(lambda end: self._stalled(end - start))
         exchange = self._settle()
         # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
         over = min(time.perf_counter(), drained + exchange)
@@ -307,9 +312,9 @@ class Committer:
             running=left,
         )
 
-    def _stalled(self, start: float) -> None:
-        self.stall_seconds = time.perf_counter() - start
-        self._totals.stalled(self.stall_seconds)
+    def _stalled(self, seconds: float) -> None:
+        self.stall_seconds = seconds
+        self._totals.stalled(seconds)
 
     def _settle(self) -> float:
         """Wait until the exchange is done on every rank; the longest time that it took."""

@@ -5,7 +5,6 @@ Every operation returns at once. Work that takes long (staging, the canary, dige
 a commit that waits for running requests. An operation never raises: its result may be a `Failure`.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -152,7 +151,7 @@ class UpdateEngine:
         """Know of one of several API server processes, which takes bodies of `chunk_bytes`."""
         if chunk_bytes is not None:
             self._chunk_bytes = min(chunk_bytes, self._chunk_bytes or chunk_bytes)
-        return Joined(pid=os.getpid())
+        return Joined(pids=self.core.pids)
 
     def change(self) -> dict[str, Any]:
         """Return what API server processes act upon as soon as it changes."""

@@ -46,6 +46,7 @@ _WARM_UP_JOB = 0
 class Rank:
     """The shadow of one rank, and its threads.
 
+    `rank`: its number among the ranks of all `cores`; `world_size`: ranks of its own core, which meet in collectives.
     `kv_blocks`: KV-cache blocks that the shadow costs. `attach_attention`: as of `score_prompts`. `kv`: the FP8 KV cache.
     `untried`: kinds of layers that have no forward of the shadow's; with some, prompts are not run: tensors must be finite.
     `pooling`: the model has no logits; its hidden states must be finite.
@@ -62,6 +63,7 @@ class Rank:
         untried: Sequence[str] = (),
         *,
         pooling: bool = False,
+        cores: int = 1,
     ) -> None:
         self.shadow = shadow
         self._untried = tuple(untried)
@@ -73,7 +75,7 @@ class Rank:
         self._attach_attention = attach_attention
         self._device = shadow.weight_swap.pairs[0][0].device
         self._specs = SpecCache()
-        self._intake = Intake(shadow, rank, world_size, self._device)
+        self._intake = Intake(shadow, rank, cores * world_size, self._device)
         self._threads = WorkerThreads(self._device)
         self.loads = Loads(shadow, self._intake, self._threads, self._device)
         self._swap_time = Stopwatch(self._device)
