@@ -18,7 +18,7 @@ from typing import Any
 IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
-    *("route", "logprobs", "streamed", "one_request", "feature"),
+    *("route", "logprobs", "streamed", "one_request", "feature", "seed", "plan"),
 )
 """Identity of a case; everything else was measured."""
 NOTHING = '{\n  "cases": []\n}'

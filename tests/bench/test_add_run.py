@@ -165,3 +165,13 @@ def test_a_file_of_several_runs_keeps_them_apart(
     assert [run["commit"] for run in after["runs"]] == ["a", "b", "c"]
     assert all(run["command"].endswith("--checkpoint m --out a.json") for run in after["runs"][1:])
     assert [case["run"] for case in after["cases"][-2:]] == [1, 2]
+
+
+def test_runs_from_several_seeds_are_cases_of_their_own(
+    add_run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured, results = tmp_path / "measured.json", tmp_path / "rl.json"
+    case = {"variant": "fp8", "plan": {"steps": 2, "rate": 1e-4}, "reward": [0.1, 0.2]}
+    measured.write_text(json.dumps(run("a", *({**case, "seed": seed} for seed in (0, 1)))))
+    assert [one["seed"] for one in added(add_run, monkeypatch, results, measured)["cases"]] == [0, 1]
+    assert len(added(add_run, monkeypatch, results, measured)["cases"]) == 2
