@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of updates, of servers and of a training's steps, from the results.
+"""Pictures of updates, of servers, of a training's steps and of runs of reinforcement learning, from the results.
 
     python benchmarks/pictures.py
 
-Writes `update-phases.svg`, `served.svg` and `load-steps.svg` to `docs/images`.
+Writes `update-phases.svg`, `served.svg`, `load-steps.svg`, `rl-run.svg` and `rl-on-grid.svg` to `docs/images`.
 """
 
 import argparse
@@ -32,6 +32,20 @@ PHASE_NAMES = {
     BETWEEN: "between the phases, added up",
 }
 SERVED = ("fp8_per_block", "blockfp8")
+LINES = {
+    "bf16": ("BF16", INK, "-"),
+    "fp8": ("FP8", ORANGE, "-"),
+    "fp8_tis": ("FP8 + TIS", ORANGE, "--"),
+    "fp8_end_to_end": ("end to end", BLUE, "-"),
+    "fp8_end_to_end_tis": ("end to end + TIS", BLUE, "--"),
+    "fp8_kv_tis": ("KV cache too, + TIS", FAINT, "--"),
+    "fp8_kv_end_to_end_tis": ("KV cache too, end to end + TIS", FAINT, "-"),
+}
+"""Name, colour and dashes of each variant of `fp8ext demo rl`."""
+SMOOTHED = 10
+"""Steps whose mean a point of a run shows."""
+KL_BOUND = 0.003
+"""Mismatch that runs are to stay below."""
 Case = dict[str, Any]
 
 
@@ -43,6 +57,8 @@ def main() -> None:
         phases_picture(cases("update"), folder / "update-phases.svg")
         served_picture(cases("served"), folder / "served.svg")
         steps_picture(cases("load"), folder / "load-steps.svg")
+        runs_picture(runs(on_grid=False), folder / "rl-run.svg", kl_bound=KL_BOUND)
+        runs_picture(runs(on_grid=True), folder / "rl-on-grid.svg")
 
 
 def cases(name: str) -> list[Case]:
@@ -162,6 +178,45 @@ def steps_picture(load: list[Case], file: Path) -> None:
     _legend_above(axis)
     figure.tight_layout()
     save_picture(figure, file)
+
+
+def runs(*, on_grid: bool) -> list[Case]:
+    """Return the runs of `fp8ext demo rl` that began on the grid of FP8 codes, or those that did not."""
+    everything: list[Case] = json.loads((RESULTS / "rl_cpu.json").read_text())["cases"]
+    return [case for case in everything if case["plan"]["on_grid"] is on_grid]
+
+
+def runs_picture(rl: list[Case], file: Path, *, kl_bound: float | None = None) -> None:
+    """Draw reward and mismatch over the steps, by variant: medians of the seeds, and a band from the least to the most."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for variant in (name for name in LINES if any(case["variant"] == name for case in rl)):
+        name, color, dashes = LINES[variant]
+        of = [case for case in rl if case["variant"] == variant]
+        for axis, curve in zip(axes, ("reward", "mismatch_kl"), strict=True):
+            columns = list(zip(*(_smooth(case[curve]) for case in of), strict=True))
+            steps = range(SMOOTHED, SMOOTHED + len(columns))
+            axis.fill_between(
+                steps, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.12, linewidth=0
+            )
+            axis.plot(steps, [*map(statistics.median, columns)], dashes, color=color, label=name)
+    if kl_bound is not None:
+        axes[1].axhline(kl_bound, color=FAINT, linewidth=1, linestyle=":")
+        axes[1].annotate(f"{kl_bound}", (SMOOTHED, kl_bound), xytext=(0, 3), textcoords="offset points")
+    for axis, title in zip(
+        axes, ("reward: share of right answers", "mismatch KL, nats a token"), strict=True
+    ):
+        axis.set_title(title, loc="left")
+        axis.set_xlabel("step")
+    axes[1].set_yscale("log")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    save_picture(figure, file)
+
+
+def _smooth(curve: list[float]) -> list[float]:
+    """Return means of `SMOOTHED` values in a row."""
+    return [statistics.fmean(curve[end - SMOOTHED : end]) for end in range(SMOOTHED, len(curve) + 1)]
 
 
 def _beside(axis: Axes, x: float, row: int, text: str) -> None:

@@ -40,6 +40,13 @@ def test_steps_have_the_seconds_of_the_results(pictures: ModuleType) -> None:
     assert shown == {text.partition(" + ")[0] for text in written("load-steps.svg") if " + " in text}
 
 
+@pytest.mark.parametrize(("name", "on_grid"), [("rl-run.svg", False), ("rl-on-grid.svg", True)])
+def test_runs_of_each_variant_are_drawn(pictures: ModuleType, name: str, on_grid: bool) -> None:
+    variants = {case["variant"] for case in pictures.runs(on_grid=on_grid)}
+    assert variants <= pictures.LINES.keys()
+    assert {pictures.LINES[variant][0] for variant in variants} <= written(name)
+
+
 @pytest.mark.parametrize("file", sorted(IMAGES.glob("*.svg")), ids=lambda file: file.name)
 def test_ink_and_ground_follow_the_theme(file: Path) -> None:
     text = file.read_text()

@@ -29,13 +29,14 @@ def results(name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["kernels_h200.json", "rollout_h200.json"])
+@pytest.mark.parametrize("name", ["kernels_h200.json", "rollout_h200.json", "rl_cpu.json"])
 def test_every_case_is_of_a_run_and_every_run_has_cases(name: str) -> None:
     result = results(name)
     assert {case["run"] for case in result["cases"]} == set(range(len(result["runs"])))
     assert result["provenance"] in result["runs"]
     for run in result["runs"]:
-        assert all(run[field] for field in ("gpus", "versions", "commit", "date", "command")), run
+        assert run["gpus"] or run["cpu"], run
+        assert all(run[field] for field in ("versions", "commit", "date", "command")), run
 
 
 def test_what_a_case_of_a_kernel_says() -> None:
@@ -76,3 +77,14 @@ def test_the_memory_that_updates_took_is_within_its_bound() -> None:
     for case in cases:
         bound = staging + (0 if case["transport"] == "ipc" else kept)
         assert case["peak_extra_bytes"] < bound, (case["model"], case["transport"], case["load"])
+
+
+def test_what_a_case_of_reinforcement_learning_says() -> None:
+    cases = results("rl_cpu.json")["cases"]
+    for case in cases:
+        curves = [case[name] for name in ("reward", "mismatch_kl", "ess", "entropy")]
+        assert {len(curve) for curve in curves} == {case["plan"]["steps"]}, case["variant"]
+        assert case["seconds"] < 8 * 60, case["variant"]
+    keys = [(case["variant"], case["seed"], case["plan"]["on_grid"]) for case in cases]
+    assert len(set(keys)) == len(keys)
+    assert {seed for _, seed, _ in keys} == {0, 1, 2}
