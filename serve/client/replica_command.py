@@ -18,7 +18,7 @@ def servers_options(command: F) -> F:
     """Add `--servers-file` and `--servers-dns` to a command."""
     by_file = click.option(
         "--servers-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=click.Path(dir_okay=False, path_type=Path),
         help="All servers that this file names, a URL in each line.",
     )
     by_dns = click.option(

@@ -60,6 +60,8 @@ def test_a_checkpoint_is_sent_and_committed(
         "wait_seconds": 2.0,
         "canary": {"prompts": [[1, 2]]},
         "partial": False,
+        "sparse": False,
+        "becomes_current": True,
     }
     sent = server.bodies[1:3]
     assert [sorted(load(body)) for body in sent] == [["w0", "w1"], ["w2"]]
