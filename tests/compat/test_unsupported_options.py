@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "CPU offload": ({"cpu_offload_gb": 1}, "CPU offload: offloaded weights have no address"),
     "KV transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "--kv-transfer-config: connectors look K and V up by their tokens, so those of other weights would come back",
+        "--kv-transfer-config: connectors look K and V up by their tokens; ExampleConnector gave back those of the",
     ),
     "encoder transfer": (
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},

@@ -126,7 +126,8 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons.append(drafts)
     if config.kv_transfer_config is not None:
         reasons.append(
-            "--kv-transfer-config: connectors look K and V up by their tokens, so those of other weights would come back"
+            "--kv-transfer-config: connectors look K and V up by their tokens; ExampleConnector gave back those of the "
+            "weights before an update"
         )
     if getattr(config, "ec_transfer_config", None) is not None:
         reasons.append(
