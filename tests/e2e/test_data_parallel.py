@@ -100,14 +100,14 @@ def server(request: pytest.FixtureRequest, started: Callable[[Key], FaultyServer
 
 
 @BOTH
-@pytest.mark.parametrize("busy", CORES)
+@pytest.mark.parametrize("busy", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_both_cores_serve_an_update_at_once(server: FaultyServer, busy: int) -> None:
     """One has a request, the other one is idle."""
     with server.client() as client, ThreadPoolExecutor() as pool:
         manifest = Manifest.from_dict(client.manifest())
         assert manifest.world_size == 2
         before = client.weights().epoch
-        request = pool.submit(complete, server, busy, 1500)
+        request = pool.submit(complete, server, busy, 400)
         update = client.open(version="late")
         body = (server.late / "model.safetensors").read_bytes()
         client.put_chunk(update.id, 0, body, len(body))
@@ -130,12 +130,13 @@ def test_both_cores_serve_an_update_at_once(server: FaultyServer, busy: int) -> 
     assert set(metrics(server, "fp8ext:epoch").values()) == {before + 2}
 
 
+@pytest.mark.full
 @BOTH
 def test_a_request_goes_on_under_the_new_weights(server: FaultyServer) -> None:
     with server.client() as client, ThreadPoolExecutor() as pool:
         before = client.weights().epoch
         for attempt in range(8):
-            request = pool.submit(complete, server, 1, 1500)
+            request = pool.submit(complete, server, 1, 600)
             client.push((server.early, server.late)[attempt % 2], version=f"step-{attempt}")
             versions = spans(request.result())
             if len(versions) == 2:
@@ -145,7 +146,7 @@ def test_a_request_goes_on_under_the_new_weights(server: FaultyServer) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("idle", CORES)
+@pytest.mark.parametrize("idle", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_requests_that_come_while_all_cores_stand_still_wait(server: FaultyServer, idle: int) -> None:
     """vLLM wakes the other ranks for a request that comes to one, and they would wait for one that is stopped."""
     fault = {"point": "exchange", "kind": "slow", "rank": 1, "lasting": False, "seconds": SLOW_SECONDS}
@@ -166,7 +167,9 @@ def test_requests_that_come_while_all_cores_stand_still_wait(server: FaultyServe
 
 
 @BOTH
-@pytest.mark.parametrize("how", ["wait", "abort", "recompute"])
+@pytest.mark.parametrize(
+    "how", ["recompute", *(pytest.param(how, marks=pytest.mark.full) for how in ("wait", "abort"))]
+)
 def test_requests_of_every_core_are_treated_as_asked(server: FaultyServer, how: str) -> None:
     with server.client() as client, ThreadPoolExecutor() as pool:
         before = client.weights().epoch
@@ -200,6 +203,7 @@ def test_what_is_refused_changes_no_core(server: FaultyServer) -> None:
     assert served(server) == before
 
 
+@pytest.mark.full
 @BOTH
 def test_an_update_stays_away_from_a_pause(server: FaultyServer) -> None:
     """What vLLM pauses stays paused, on every core."""
@@ -216,6 +220,7 @@ def test_an_update_stays_away_from_a_pause(server: FaultyServer) -> None:
     assert [spans(complete(server, core))[0][1] for core in CORES] == ["late"] * 2
 
 
+@pytest.mark.full
 @BOTH
 def test_vllms_own_transfer_reaches_both_cores(server: FaultyServer) -> None:
     with Trainer(server) as trainer:
