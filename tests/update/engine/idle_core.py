@@ -48,6 +48,9 @@ class IdleCore:
     def irreplaceable(self) -> int:
         return 0
 
+    def draft_acceptance(self) -> None:
+        return None
+
     def ranks(self, method: str, *_: Any) -> list[RankResult]:
         raise AssertionError(method)
 
