@@ -253,6 +253,7 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
         core.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=quantization),
             weight_transfer_config=None,
+            speculative_config=None,
             device_config=SimpleNamespace(device_type="cpu"),
             load_config=SimpleNamespace(load_format="auto"),
             additional_config={SECTION: {"kernels": kernels}},
