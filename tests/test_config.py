@@ -64,6 +64,7 @@ def test_what_json_can_say_is_taken() -> None:
         "update_lifetime_seconds": 90,
         "canary": {"prompts": [[1, 2, 3], [4, 5]], "max_perplexity": 20},
         "trusted_clients": ["127.0.0.1/32"],
+        "draft_weights": "keep",
         "dummy_weights": "serve",
         "load_weights_end": "complete",
         "native_complete": True,

@@ -292,7 +292,7 @@ def _bind(call: ast.Call, names: dict[str, Any]) -> None:
         case ast.Name(id=name) if name in names:
             function, first = names[name], []
         case ast.Attribute(value=ast.Name(id=name), attr=method) if name in names:
-            function, first = getattr(names[name], method), [None]
+            function, first = getattr(names[name], method), [None] if isinstance(names[name], type) else []
         case _:
             return
     keywords = {each.arg: None for each in call.keywords if each.arg}

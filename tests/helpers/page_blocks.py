@@ -33,6 +33,29 @@ NOT_RUN = {
     ("docs/client.md", 'client.push(model.state_dict(), version="step-100", transport="ipc")'): GPU,
     ("docs/client.md", "def merged"): OTHER_ENVIRONMENT
     + "tests/e2e/trl_scenario.py, which merges as TRL does",
+    (
+        "docs/client.md",
+        "import torch.distributed as dist",
+    ): "needs processes of a trainer; run, in parts, by tests/e2e/test_slices.py",
+    (
+        "docs/scale.md",
+        'replicas.push("checkpoints/step-100"',
+    ): "needs a server that joins late; run by tests/e2e/test_replicas.py",
+    (
+        "docs/scale.md",
+        'fp8ext serve MODEL --speculative-config \'{"model"',
+    ): "needs a second model; run by tests/e2e/test_speculative.py",
+    ("docs/scale.md", "fp8ext serve MODEL --enable-lora"): "needs an adapter; run by tests/e2e/test_lora.py",
+    ("docs/scale.md", "fp8ext push"): "needs several servers; run by tests/e2e/test_replicas.py",
+    ("docs/scale.md", "fp8ext catch-up"): "needs a server that joins late; run by tests/e2e/test_replicas.py",
+    (
+        "docs/trainer-kit.md",
+        "from transformers.modeling_utils",
+    ): "needs a server with an FP8 KV cache; run by tests/trainer/test_kv_cache.py",
+    (
+        "docs/weight-updates.md",
+        "from vllm_fp8ext.serve.client import changed_slices",
+    ): "needs to know what is served; run by tests/e2e/test_slices.py",
     ("docs/compatibility.md", "scripts/check-vllm"): "downloads releases of vLLM",
     ("docs/http-api.md", 'curl --fail-with-body -sS -X POST -H "$AUTH" -H "$JSON" -d \'{"level"'): GPU,
     ("docs/kv-cache.md", "fp8ext calibrate"): "starts an engine; run by tests/e2e/test_calibrate.py",

@@ -22,6 +22,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "get_output_async": ("packed_logprobs", "merged_messages"),
     # our attention does not call what it replaces where requests decode: the recorder would see prompts alone
     "forward": ("layer_attention", "kv_recorder"),
+    # a core that refuses requests has the others step together all the same
+    "add_request": ("core_access", "core_member"),
+    # one of both holds the scheduler at a time: where several cores are updated as one, the member
+    "set_pause_state": ("core_access", "core_member"),
 }
 """Files that wrap the same method, the innermost first."""
 
