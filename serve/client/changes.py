@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_fp8ext.kernels.numerics.layout import BLOCK
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice
+from vllm_fp8ext.update.contract.manifest import Manifest
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.contract.tensor_slices import Box, parsed_slice, slices_to_send
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import ShardSlice
 from vllm_fp8ext.update.contract.rank_results import StagedTensors
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor, parse
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.transports.files.message import FileSource
 from vllm_fp8ext.update.transports.gather import Gather
 from vllm_fp8ext.update.transports.http.message import UploadSource

@@ -9,7 +9,8 @@ import torch
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.transports.wire import quantized
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from vllm_fp8ext.trainer.convert import DECAYS, ENCODERS, Recipe, convert
 from vllm_fp8ext.trainer.linear import BlockFp8Linear
 from vllm_fp8ext.trainer.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from vllm_fp8ext.trainer.tensor_linear import TensorFp8Linear, scale_from
-from vllm_fp8ext.update.contract.manifest import ShardSlice
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.digest import checkpoint_digests, digest
 
 

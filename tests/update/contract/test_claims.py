@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fp8ext.update.contract.claims import Claim, claim_problems, opening_problems
-from vllm_fp8ext.update.contract.manifest import DTYPES, Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import DTYPES, Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 
 SPEC = TensorSpec("a", (4, 2), "bfloat16")
 MANIFEST = Manifest({"a": SPEC}, frozenset({"tied"}), {}, "fp32", 1)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, Manifest, ShardSlice, TensorSpec, merge
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, Manifest, TensorSpec, merge
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 
 
 def manifest(rank: int = 0, ignored: frozenset[str] = frozenset({"lm_head"})) -> Manifest:

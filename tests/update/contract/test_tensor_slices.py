@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.contract.tensor_slices import (
     TensorSlice,
     covers,

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_fp8ext.errors import Failure, UpdateError
 from vllm_fp8ext.update.contract.kv_names import layer_scale
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.rank_results import (
     Accepted,
     CanaryScore,
@@ -19,6 +19,7 @@ from vllm_fp8ext.update.contract.rank_results import (
     StagedTensors,
     SwapTime,
 )
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 
 from .test_native import Clock, TransferCore

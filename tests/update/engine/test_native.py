@@ -9,10 +9,11 @@ from shared_exports import shared_exports
 
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import Failure, UpdateError
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
 from vllm_fp8ext.update.contract.native_handles import plain
 from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress, RankResult, StagedTensors
 from vllm_fp8ext.update.contract.results import Done, EngineStatus, Finishing, JobStarted
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 from vllm_fp8ext.update.engine.native import IPC, NCCL
 from vllm_fp8ext.update.engine.timestamp import Moment

@@ -8,7 +8,8 @@ import pytest
 
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.update.contract.claims import Claim
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.engine.session import Running, Session, State
 from vllm_fp8ext.update.engine.timestamp import Moment
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_fp8ext.update.contract.claims import Claim
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.contract.tensor_slices import extents, parsed_slice
 from vllm_fp8ext.update.engine.session import Session, State
 

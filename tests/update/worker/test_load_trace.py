@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from update.staging import stage
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.load_trace import load_trace
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager

@@ -12,8 +12,9 @@ from torch import Tensor
 from vllm_fp8ext.errors import Failure, ForeignLoadError, UpdateError
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.rank_results import LoadEvent, LoadKind, StagedTensors
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.loads import Loads
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank import Rank

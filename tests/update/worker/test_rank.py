@@ -15,10 +15,11 @@ from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import ShardSlice, scale_name
+from vllm_fp8ext.update.contract.manifest import scale_name
 from vllm_fp8ext.update.contract.rank_results import Accepted, RankProgress
 from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.transports.files import receiver
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank import Rank

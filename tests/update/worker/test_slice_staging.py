@@ -13,8 +13,9 @@ from update.staging import stage
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.serve.client import changed_slices
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec, piece_within, scale_name
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice, piece_within
 from vllm_fp8ext.update.contract.tensor_slices import Box, extents, slice_name, tensor_of
 from vllm_fp8ext.update.worker.checksums import Checksums
 from vllm_fp8ext.update.worker.chunk_intake import ChunkIntake

@@ -11,7 +11,8 @@ from update.staging import stage
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.update.contract.fused import ExpertLayout
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.digest import digest
 from vllm_fp8ext.update.worker.load_trace import load_trace
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget

@@ -17,8 +17,9 @@ from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.reference import NonFiniteError
 from vllm_fp8ext.kernels.quantize import quantize_weight
-from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import StoredTensor
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.transports.gather import Gather, read_items
 from vllm_fp8ext.update.transports.http.message import UploadSource
 from vllm_fp8ext.update.transports.memory import BufferMemory, ResidentTensors

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_fp8ext.errors import UpdateError
-from vllm_fp8ext.kernels.numerics.layout import BLOCK, blocks
+from vllm_fp8ext.kernels.numerics.layout import blocks
 from vllm_fp8ext.update.contract.fused import (
     TAKEN_LAYOUT,
     TRANSPOSED,
@@ -22,6 +22,15 @@ from vllm_fp8ext.update.contract.fused import (
 )
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
 from vllm_fp8ext.update.contract.name_hints import Hints
+from vllm_fp8ext.update.contract.shard_slice import (
+    ShardSlice,
+    in_whole_blocks,
+    is_aligned,
+    is_whole_blocks,
+    missing_rows,
+    piece_within,
+    shard_slice_of,
+)
 from vllm_fp8ext.update.contract.tensor_slices import (
     Box,
     TensorSlice,
@@ -32,7 +41,6 @@ from vllm_fp8ext.update.contract.tensor_slices import (
     slice_name,
     slices_to_send,
     tensor_of,
-    volume,
 )
 
 if TYPE_CHECKING:
@@ -89,36 +97,6 @@ class TensorSpec:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSlice:
-    """Part of one checkpoint tensor that one rank serves, and its place there.
-
-    `source`: start and stop in each dimension of the checkpoint tensor. `origin`: its first element in the parameter
-    `target` of shape `target_shape`, which may have fewer dimensions, or more: the first ones of the other are of one element
-    then, such as one expert of many. `quantized`: served as codes with one scale per 128x128 block of the parameter, whose
-    blocks start at the parameter's origin; otherwise as values of `dtype`. `transposed`: the tensor's last two dimensions are
-    the parameter's in the other order.
-    """
-
-    rank: int
-    target: str
-    target_shape: tuple[int, ...]
-    source: tuple[tuple[int, int], ...]
-    origin: tuple[int, ...]
-    quantized: bool
-    dtype: str
-    transposed: bool = False
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Elements in each dimension of the parameter."""
-        sizes = [stop - start for start, stop in self.source]
-        if self.transposed:
-            sizes[-2:] = reversed(sizes[-2:])
-        lacking = len(self.origin) - len(sizes)
-        return (1,) * lacking + tuple(sizes[max(-lacking, 0) :])
 
 
 @dataclass(frozen=True)
@@ -226,9 +204,11 @@ class Manifest:
         name = self.canonical(name)
         part = parsed_slice(name)
         if part is not None:
-            return self.takes_codes(part.tensor) and _whole_blocks(part.box, self.tensors[part.tensor].shape)
+            return self.takes_codes(part.tensor) and is_whole_blocks(
+                part.box, self.tensors[part.tensor].shape
+            )
         spec, pieces = self.tensors.get(name), self.pieces.get(name, ())
-        return spec is not None and bool(pieces) and all(_aligned(spec.shape, piece) for piece in pieces)
+        return spec is not None and bool(pieces) and all(is_aligned(piece, spec.shape) for piece in pieces)
 
     def dtype_of(self, name: str) -> "torch.dtype":
         """Return the dtype that a tensor is converted to before it is quantized: the model's."""
@@ -348,7 +328,7 @@ class Manifest:
             slice_name(name, box)
             for target, rows in begun.items()
             for name, piece in self._by_target[target]
-            for box in _missing_rows(piece, rows)
+            for box in missing_rows(piece, rows)
         }
         return sorted(lacking)
 
@@ -421,47 +401,12 @@ class Manifest:
             for name, entry in data["tensors"].items()
         }
         pieces = {
-            name: tuple(_shard_slice(piece) for piece in entry["pieces"])
+            name: tuple(shard_slice_of(piece) for piece in entry["pieces"])
             for name, entry in data["tensors"].items()
         }
         form, size = data["scale_format"], data["world_size"]
         also = {key: dict(data.get(key, {})) for key in ("tied", "aliases")}
         return cls(tensors, frozenset(data["ignored"]), pieces, form, size, **also)
-
-
-def piece_within(piece: ShardSlice, box: Box) -> ShardSlice | None:
-    """Return the part of a piece that lies in a slice of its tensor. Its `source` counts from the begin of the slice."""
-    shared = intersection(piece.source, box)
-    if shared is None:
-        return None
-    shifts = [start - first for (start, _), (first, _) in zip(shared, piece.source, strict=True)]
-    if piece.transposed:
-        shifts[-2:] = reversed(shifts[-2:])
-    lacking = len(piece.origin) - len(shifts)
-    shifts = [0] * lacking + shifts[max(-lacking, 0) :]
-    origin = tuple(begin + shift for begin, shift in zip(piece.origin, shifts, strict=True))
-    source = tuple(
-        (start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True)
-    )
-    return replace(piece, source=source, origin=origin)
-
-
-def _missing_rows(piece: ShardSlice, rows: Sequence[tuple[int, int]]) -> Iterator[Box]:
-    """Yield boxes of a piece's tensor that complete the block rows of these rows."""
-    room = piece.target_shape[0]
-    mine = (piece.origin[0], piece.origin[0] + piece.extents[0])
-    axis = len(piece.source) - (1 if piece.transposed else 2)
-    for index in sorted({at // BLOCK for start, stop in rows for at in (start, stop - 1)}):
-        block = (index * BLOCK, min((index + 1) * BLOCK, room))
-        came = [shared for each in rows if (shared := intersection((each,), (block,)))]
-        if sum(map(volume, came)) == block[1] - block[0]:
-            continue
-        wanted = intersection((mine,), (block,))
-        if wanted is None or covers([(each,) for each in rows], wanted):
-            continue
-        shift = piece.source[axis][0] - piece.origin[0]
-        side = (wanted[0][0] + shift, wanted[0][1] + shift)
-        yield (*piece.source[:axis], side, *piece.source[axis + 1 :])
 
 
 def slice_problem(
@@ -507,14 +452,6 @@ def slice_problem(
     return None
 
 
-def in_whole_blocks(part: ShardSlice) -> bool:
-    """Tell whether a part of a piece fills whole blocks of its parameter, a matrix."""
-    return len(part.origin) == 2 and all(
-        origin % BLOCK == 0 and ((origin + size) % BLOCK == 0 or origin + size == room)
-        for origin, size, room in zip(part.origin, part.extents, part.target_shape, strict=True)
-    )
-
-
 def merge(parts: Iterable[Manifest]) -> Manifest:
     """One manifest of all ranks' own. What a rank ignores, another may take: an expert of its own.
 
@@ -549,43 +486,3 @@ def _disagree(what: str) -> UpdateError:
 
 def _shown(spec: TensorSpec | None) -> str:
     return f"{spec.dtype} {list(spec.shape)}" if spec else "nothing"
-
-
-def _whole_blocks(box: Box, shape: tuple[int, ...]) -> bool:
-    """Tell whether a slice consists of whole blocks of its tensor."""
-    return len(box) == len(shape) and all(
-        start % BLOCK == 0 and (stop % BLOCK == 0 or stop == size)
-        for (start, stop), size in zip(box, shape, strict=True)
-    )
-
-
-def _aligned(shape: tuple[int, ...], piece: ShardSlice) -> bool:
-    """Tell whether a slice consists of whole blocks of its tensor and of its parameter."""
-    sides = (shape, piece.source, piece.target_shape, piece.origin)
-    if not piece.quantized or piece.transposed or any(len(side) != 2 for side in sides):
-        return False
-    for size, (start, stop), origin, room in zip(
-        shape, piece.source, piece.origin, piece.target_shape, strict=True
-    ):
-        end = origin + stop - start
-        if (
-            start % BLOCK
-            or origin % BLOCK
-            or (stop % BLOCK and stop != size)
-            or (end % BLOCK and end != room)
-        ):
-            return False
-    return True
-
-
-def _shard_slice(data: Mapping[str, Any]) -> ShardSlice:
-    return ShardSlice(
-        rank=data["rank"],
-        target=data["target"],
-        target_shape=tuple(data["target_shape"]),
-        source=tuple((start, stop) for start, stop in data["source"]),
-        origin=tuple(data["origin"]),
-        quantized=data["quantized"],
-        dtype=data["dtype"],
-        transposed=data.get("transposed", False),
-    )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from vllm_fp8ext.errors import ConfigError
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.reachable_tensors import identity_of
 
 _NUMBER = re.compile(r"\d+")

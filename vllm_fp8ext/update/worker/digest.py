@@ -31,8 +31,9 @@ from vllm_fp8ext.update.contract.claims import repeated
 from vllm_fp8ext.update.contract.file_versions import Snapshot
 from vllm_fp8ext.update.contract.fused import ExpertLayout, is_fused
 from vllm_fp8ext.update.contract.kv_names import is_kv_scale
-from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, ShardSlice, TensorSpec, scale_name
+from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, Manifest, TensorSpec, scale_name
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.contract.update_errors import incomplete, refusal
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.stager import Stager

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_fp8ext.errors import ConfigError, no_live_updates
-from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 RecordedCopy: TypeAlias = tuple[Tensor, Tensor]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from vllm_fp8ext.update.contract.manifest import Manifest, ShardSlice, TensorSpec
+from vllm_fp8ext.update.contract.manifest import Manifest, TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.alias_names import ModelNames, aliases_of
 from vllm_fp8ext.update.worker.derived_tensors import derived_paths
 from vllm_fp8ext.update.worker.load_trace import load_trace

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import UNIT
-from vllm_fp8ext.update.contract.manifest import ShardSlice, TensorSpec, piece_within
+from vllm_fp8ext.update.contract.manifest import TensorSpec
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice, piece_within
 from vllm_fp8ext.update.contract.tensor_slices import parsed_slice
 from vllm_fp8ext.update.transports.memory import ResidentTensors
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE
-from vllm_fp8ext.update.contract.manifest import ShardSlice
+from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.same_bytes import same_bytes
 from vllm_fp8ext.update.worker.verdicts import COMPARED, COPIED_CODES, VerdictTable
