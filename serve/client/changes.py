@@ -36,8 +36,9 @@ def changed_slices(
         whole = known in taken.tied or known in taken.tied.values() or not _is_cut(taken, known)
         if known in taken.tensors and whole and changed.any():
             boxes[known] = [tuple((0, size) for size in taken.tensors[known].shape)]
-    for pieces in _by_parameter(taken):
-        for known, box in _boxes(pieces, rows):
+    for pieces in taken.by_target.values():
+        cut = [(known, piece) for known, piece in pieces if _is_cut(taken, known)]
+        for known, box in _boxes(cut, rows):
             boxes[known].append(box)
     slices = (
         (known, slice_name)
@@ -67,16 +68,6 @@ def _changed_rows(name: str, before: "Tensor | None", after: "Tensor") -> "Tenso
         tensor.detach().contiguous().reshape(rows, -1).view(torch.uint8) for tensor in (before, after)
     )
     return (one != other.to(one.device)).any(1).cpu()
-
-
-def _by_parameter(manifest: Manifest) -> Iterator[list[tuple[str, ShardSlice]]]:
-    """Yield the pieces of each quantized parameter of each rank, with their tensors' names."""
-    pieces: dict[tuple[int, str], list[tuple[str, ShardSlice]]] = defaultdict(list)
-    for name, parts in manifest.pieces.items():
-        if _is_cut(manifest, name):
-            for piece in parts:
-                pieces[piece.rank, piece.target].append((name, piece))
-    yield from pieces.values()
 
 
 def _boxes(

@@ -303,8 +303,8 @@ class Manifest:
         return [slice_name(name, source) for source in sorted(sources) if not covers(boxes, source)]
 
     @cached_property
-    def _by_target(self) -> dict[tuple[int, str], list[tuple[str, ShardSlice]]]:
-        """Pieces of quantized parameters, by rank and parameter, with the names of their tensors."""
+    def by_target(self) -> dict[tuple[int, str], list[tuple[str, ShardSlice]]]:
+        """Return the pieces of quantized parameters, by rank and parameter, with the names of their tensors."""
         pieces: dict[tuple[int, str], list[tuple[str, ShardSlice]]] = defaultdict(list)
         for name, parts in self.pieces.items():
             for piece in parts:
@@ -327,7 +327,7 @@ class Manifest:
         lacking = {
             slice_name(name, box)
             for target, rows in begun.items()
-            for name, piece in self._by_target[target]
+            for name, piece in self.by_target[target]
             for box in missing_rows(piece, rows)
         }
         return sorted(lacking)
