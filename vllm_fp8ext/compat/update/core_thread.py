@@ -38,16 +38,22 @@ class CoreThread:
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Run a call there. Returns the future of its result."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
+        run, future = settling(call)
         self._queue.put_nowait((EngineCoreRequestType.WAKEUP, run))
         return future
+
+
+def settling(call: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
+    """Return what runs a call, and a future that has its result then, or what it raised."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    return run, future
 
 
 def _wrap_handle_client_request(original: Any) -> Any:

@@ -10,10 +10,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm_fp8ext.compat.update.core_member import CoreMember
-from vllm_fp8ext.compat.update.core_thread import CoreThread
+from vllm_fp8ext.compat.update.core_thread import CoreThread, settling
 from vllm_fp8ext.compat.update.engine_changes import EngineChanges
 from vllm_fp8ext.compat.update.member_channel import LocalMember, RemoteMember
 from vllm_fp8ext.update.contract.results import encode
@@ -31,8 +31,6 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM exchanges weights in all data-parallel ranks or none"
 
 logger = logging.getLogger("vllm.fp8ext")
-
-T = TypeVar("T")
 
 
 class GroupEngine:
@@ -62,12 +60,14 @@ class GroupEngine:
     def call(self, operation: str, arguments: dict[str, Any]) -> "Future[dict[str, Any]]":
         """Run an operation (`engine_core.call`). Returns the future of its answer."""
 
-        def run() -> dict[str, Any]:
+        def answer() -> dict[str, Any]:
             result = self._engine.handle(operation, arguments)
             self._changes.tell()
             return encode(result, self._engine.committer.poisoned)
 
-        return self._submit(run)
+        run, future = settling(answer)
+        self._calls.put(run)
+        return future
 
     def wait(self, known: dict[str, Any] | None) -> "Future[dict[str, Any]]":
         """Return a future of what holds once that is not what the caller knows."""
@@ -79,18 +79,6 @@ class GroupEngine:
 
         self._calls.put(run)
         return changed
-
-    def _submit(self, call: Callable[[], T]) -> "Future[T]":
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._calls.put(run)
-        return future
 
     def _run(self) -> None:
         own = self._core_thread.submit(self._member).result()
