@@ -97,11 +97,9 @@ class CoreMember(CoreAccess):
         """Schedule again as others want it."""
         if self._before is None:
             return
-        state = self._wishes[-1] if self._wishes else self._before
+        self._set_pause_state(self._before)
         self._before = None
-        self._wishes.clear()
-        vars(self._core.scheduler).pop("set_pause_state", None)
-        self._set_pause_state(state)
+        self.release()
         if self._in_step:
             self._core.add_request = self._add_request
             if self._core.scheduler.has_unfinished_requests():
