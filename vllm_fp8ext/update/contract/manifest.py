@@ -189,13 +189,18 @@ class Manifest:
         part = parsed_slice(name)
         if part is not None:
             return extents(part.box) if part.tensor in self.tensors else None
+        return self._shape_of_whole(name)
+
+    def _shape_of_whole(self, name: str) -> tuple[int, ...] | None:
         whole, known = self.fused.get(name), self.tensors.get(self.tied.get(name, name))
         return whole.shape if whole else known.shape if known else None
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor is accepted and not used: scales of the KV cache come from its policy, not from
         checkpoints."""
-        name = tensor_of(name)
+        return self._ignores_whole(tensor_of(name))
+
+    def _ignores_whole(self, name: str) -> bool:
         return name in self.ignored or (is_kv_scale(name) and name not in self.tensors)
 
     def takes_codes(self, name: str) -> bool:
@@ -238,15 +243,17 @@ class Manifest:
             {"kind": "missing-scales", "tensor": name.removesuffix(SCALES), "expected": name}
             for name in sorted(scales.keys() - {spec.name for spec in specs})
         ]
-        for spec in specs:
-            if self.ignores(spec.name):
+        slices = {spec.name: part for spec in specs if (part := parsed_slice(spec.name))}
+        for spec in specs:  # thousands, while an engine waits
+            part = slices.get(spec.name)
+            whole = part.tensor if part else spec.name
+            if self._ignores_whole(whole):
                 continue
-            part = parsed_slice(spec.name)
             if part is not None and (wrong := slice_problem(self, part, spec, expert_layout)):
                 problems.append({"tensor": spec.name, **wrong})
                 continue
             scale = scales.get(spec.name)
-            known = scale.shape if scale else self.shape_of(spec.name)
+            known = scale.shape if scale else extents(part.box) if part else self._shape_of_whole(whole)
             if known is None:
                 problems.append({"kind": "unknown-tensor", "tensor": spec.name})
                 meant = self._hints.meant(spec.name)
@@ -264,8 +271,8 @@ class Manifest:
                     problems[-1]["detail"] = TRANSPOSED
             elif spec.name in self.fused and (wrong := self.fused[spec.name].layout_problem(expert_layout)):
                 problems.append({"tensor": spec.name, **wrong})
-            if scale is None and spec.dtype in DTYPES and tensor_of(spec.name) not in self._others:
-                continue  # nearly all: thousands, while an engine waits
+            if scale is None and spec.dtype in DTYPES and whole not in self._others:
+                continue  # nearly all
             expected = [scale.dtype] if scale else self.dtypes_of(spec.name)
             if spec.dtype not in expected:
                 problems.append(
@@ -304,7 +311,7 @@ class Manifest:
 
     @cached_property
     def by_target(self) -> dict[tuple[int, str], list[tuple[str, ShardSlice]]]:
-        """Return the pieces of quantized parameters, by rank and parameter, with the names of their tensors."""
+        """Return pieces of quantized parameters with their tensors, by rank and parameter."""
         pieces: dict[tuple[int, str], list[tuple[str, ShardSlice]]] = defaultdict(list)
         for name, parts in self.pieces.items():
             for piece in parts:

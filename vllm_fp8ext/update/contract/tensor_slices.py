@@ -31,11 +31,13 @@ def slice_name(tensor: str, box: Iterable[Sequence[int]]) -> str:
     return f"{tensor}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-@lru_cache(maxsize=1 << 16)
 def parsed_slice(name: str) -> TensorSlice | None:
     """Return the slice that has this name; None where it is not the name of one."""
-    if not name.endswith("]"):
-        return None
+    return _parsed(name) if name.endswith("]") else None
+
+
+@lru_cache(maxsize=1 << 16)
+def _parsed(name: str) -> TensorSlice | None:
     match = _SLICED.fullmatch(name)
     if match is None:
         return None
