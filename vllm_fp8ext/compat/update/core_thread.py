@@ -44,7 +44,7 @@ class CoreThread:
 
 
 def settling(call: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
-    """Return what runs a call, and a future that has its result then, or what it raised."""
+    """Return what runs a call, and the future of its outcome."""
     future: Future[T] = Future()
 
     def run() -> None:
