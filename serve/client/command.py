@@ -26,7 +26,7 @@ from vllm_fp8ext.environment import ADMIN_KEY, DEFAULT_URL, URL
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.serve import client, schema
 from vllm_fp8ext.serve.client.flow import without_password
-from vllm_fp8ext.serve.client.replica_command import run_catch_up, servers_of, servers_options
+from vllm_fp8ext.serve.client.replica_command import run_catch_up, servers_of, servers_options, urls_option
 from vllm_fp8ext.serve.client.servers import Servers
 from vllm_fp8ext.signals import end_on_sigterm
 
@@ -65,15 +65,7 @@ def key_of(key: str | None, key_file: Path | None, *urls: str) -> str | None:
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--url",
-    "urls",
-    envvar=URL,
-    multiple=True,
-    default=[DEFAULT_URL],
-    show_default=True,
-    help="The server's root. Given several times: all of them, or none.",
-)
+@urls_option("The server's root. Given several times: all of them, or none.")
 @key_option
 @key_file_option
 @click.option("--version", help="Label of these weights (the training step, say).")
@@ -169,14 +161,7 @@ def push(
 
 @click.command("catch-up")
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path), required=False)
-@click.option(
-    "--url",
-    "urls",
-    envvar=URL,
-    multiple=True,
-    default=[DEFAULT_URL],
-    help="A server's root; give all of them.",
-)
+@urls_option("A server's root; give all of them.")
 @servers_options
 @key_option
 @key_file_option

@@ -7,11 +7,19 @@ from typing import Any, TypeVar
 
 import click
 
+from vllm_fp8ext.environment import DEFAULT_URL, URL
 from vllm_fp8ext.serve import client
 from vllm_fp8ext.serve.client.servers import Servers
 from vllm_fp8ext.signals import end_on_sigterm
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def urls_option(help: str) -> Callable[[F], F]:
+    """Return what adds `--url`, which may be given several times, to a command."""
+    return click.option(
+        "--url", "urls", envvar=URL, multiple=True, default=[DEFAULT_URL], show_default=True, help=help
+    )
 
 
 def servers_options(command: F) -> F:
