@@ -26,7 +26,7 @@ MEASURED = Path(__file__).parent / "results" / "update_h200.json"
 NODE_GPUS = 8
 BF16_BYTES = 2
 LINK_GB_PER_S = 50.0
-"""Of one GPU's network card, 400 Gb/s: assumed."""
+"""The network card of one GPU has 400 Gb/s: assumed."""
 TARGETS = {"235B on 8 GPUs": (235e9, 8), "1T on 128 GPUs": (1e12, 128)}
 """Parameters and GPUs."""
 

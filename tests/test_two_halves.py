@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `scripts/test --again` makes of tests that fail once, and of tests that fail."""
+"""`scripts/test --again` forgives tests that fail once, and no others."""
 
 import os
 import shutil

@@ -38,7 +38,7 @@ class Rollout:
     """Prompts and answers, `[answers, length]`, padded on the right."""
     start: int
     server_logprobs: Tensor
-    """Of the answers' tokens, FP32 `[answers, length - start]`."""
+    """The server's logprobs of the answers' tokens, FP32, `[answers, length - start]`."""
     mask: Tensor
     """1 for tokens of answers, 0 for padding, of that shape."""
     rewards: Tensor

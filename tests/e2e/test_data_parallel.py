@@ -206,7 +206,7 @@ def test_what_is_refused_changes_no_core(server: FaultyServer) -> None:
 @pytest.mark.full
 @BOTH
 def test_an_update_stays_away_from_a_pause(server: FaultyServer) -> None:
-    """What vLLM pauses stays paused, on every core."""
+    """A pause of vLLM lasts on every core."""
     headers = {"Authorization": f"Bearer {server.key}"}
     httpx.post(f"{server.url}/pause?mode=keep", headers=headers, timeout=120).raise_for_status()
     with server.client() as client:

@@ -60,7 +60,7 @@ def served(server: Server, model: str) -> list[int]:
 
 
 def test_base_weights_change_under_an_adapter(tmp_path: Path) -> None:
-    """What is served with it equals a server that was started on the new weights with it. The cache is apart by epoch."""
+    """An updated server with an adapter equals one that was started so. The cache is apart by epoch."""
     adapter = write_adapter(tmp_path / "adapter")
     options = (
         *OPTIONS,

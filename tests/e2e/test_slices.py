@@ -34,7 +34,7 @@ def sliced(weights: dict[str, Tensor], name: str) -> Tensor:
 
 
 def slices_of(client: Client, rank: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a rank serves, by the names that the server tells."""
+    """A rank serves the slices whose names the server tells."""
     shown = client.manifest(rank=rank)
     assert shown["rank"] == rank
     names = [name for entry in shown["tensors"].values() for name in entry["slices"]]

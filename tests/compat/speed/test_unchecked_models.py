@@ -88,7 +88,7 @@ def test_parts_do_not_share_what_is_set_later() -> None:
 
 
 def test_other_values_are_checked() -> None:
-    """What is missing gets its own default or an error; what is unknown is kept, as the model keeps it."""
+    """A missing field gets its own default, or is an error. An unknown one is kept, as the model keeps it."""
     make = unchecked(CompletionStreamResponse)
     first, second = (make(model="m", choices=[]) for _ in range(2))
     assert first.id != second.id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the servers of a push are named: a file, DNS; and those that are not there."""
+"""A file or DNS names the servers of a push, and some are not there."""
 
 import socket
 from collections.abc import Callable
