@@ -47,7 +47,7 @@ def config(**settings: object) -> SimpleNamespace:
         model_config=SimpleNamespace(
             quantization="blockfp8",
             runner_type="generate",
-            is_multimodal_model=False,
+            is_mm_prefix_lm=False,
             enable_prompt_embeds=False,
         ),
         parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),

@@ -231,7 +231,6 @@ def test_the_launch_is_tried_where_graphs_are_captured() -> None:
 def engine(**changed: Any) -> Any:
     """A runner whose steps are taken, but for what is changed, by its path."""
     state: Any = object.__new__(DefaultModelState)
-    state.rope_state = None
     runner: Any = SimpleNamespace(
         block_tables=SimpleNamespace(num_kv_cache_groups=1, cp_size=1, _slot_mapping_enabled=[True]),
         model_state=state,
@@ -252,7 +251,7 @@ def engine(**changed: Any) -> Any:
                 quantization="blockfp8",
                 rswa_window=None,
                 runner_type="generate",
-                is_multimodal_model=False,
+                is_mm_prefix_lm=False,
                 enable_prompt_embeds=False,
             ),
         ),
@@ -274,7 +273,6 @@ def engine(**changed: Any) -> Any:
         ("block_tables.cp_size", 2),
         ("block_tables._slot_mapping_enabled", [True, False]),
         ("model_state", object()),
-        ("model_state.rope_state", object()),
         ("model_state.num_new_sampled_tokens_per_step", 0),
         ("fast_prefill", object()),
         ("vllm_config.parallel_config.pipeline_parallel_size", 2),
@@ -286,7 +284,7 @@ def engine(**changed: Any) -> Any:
         ("vllm_config.model_config.rswa_window", 5),
         ("sampler.logits_processors", [1, 2, 3, "mine"]),
         ("vllm_config.model_config.runner_type", "pooling"),
-        ("vllm_config.model_config.is_multimodal_model", True),
+        ("vllm_config.model_config.is_mm_prefix_lm", True),
         ("vllm_config.model_config.enable_prompt_embeds", True),
     ],
 )

@@ -52,7 +52,7 @@ def manager(
     )
     config.lora_config = None
     vars(config.model_config).update(
-        runner_type="generate", is_multimodal_model=False, enable_prompt_embeds=False
+        runner_type="generate", is_mm_prefix_lm=False, enable_prompt_embeds=False
     )
     for part, values in (changed or {}).items():
         vars(getattr(config, part) if part else config).update(values)
@@ -137,7 +137,7 @@ def test_no_graph_is_larger_than_a_step_can_be() -> None:
         {"changed": {"": {"lora_config": "adapters"}}},
         {"changed": {"": {"speculative_config": "drafts"}}},
         {"changed": {"model_config": {"runner_type": "pooling"}}},
-        {"changed": {"model_config": {"is_multimodal_model": True}}},
+        {"changed": {"model_config": {"is_mm_prefix_lm": True}}},
         {"changed": {"model_config": {"enable_prompt_embeds": True}}},
     ],
 )
@@ -158,14 +158,27 @@ def test_engines_of_other_kinds_stay_as_they_are() -> None:
     assert wholes(cudagraphs) == []
 
 
-def step(cudagraphs: Any, new: list[int], cached: list[int] | None = None, *, prompts: bool = True) -> None:
-    """Tell a manager of the step that it is asked about next, as vLLM's runner does."""
+def step(
+    cudagraphs: Any,
+    new: list[int],
+    cached: list[int] | None = None,
+    *,
+    prompts: bool = True,
+    images: dict[str, list[str]] | None = None,
+) -> None:
+    """Tell a manager of the step that it is asked about next, as vLLM's runner does. `images`: of requests, by place."""
     known = cached or [0] * len(new)
     state = SimpleNamespace(
-        num_scheduled_tokens=np.array(new), idx_mapping_np=np.arange(len(new))[::-1], has_prefill=prompts
+        num_scheduled_tokens=np.array(new),
+        idx_mapping_np=np.arange(len(new))[::-1],
+        has_prefill=prompts,
+        req_ids=[f"{place}" for place in range(len(new))],
+        is_prefilling_np=np.array([count > 1 for count in new]),
     )
     runner = SimpleNamespace(
-        cudagraph_manager=cudagraphs, req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1]))
+        cudagraph_manager=cudagraphs,
+        req_states=SimpleNamespace(num_computed_tokens_np=np.array(known[::-1])),
+        encoder_cache=None if images is None else SimpleNamespace(mm_features=images),
     )
     mixed_full_cudagraph._wrap_gather_batch_req_state(lambda *_: (state, None))(runner, "scheduled", False)
 
@@ -197,6 +210,21 @@ def test_which_steps_replay_them(
     assert (taken.cg_mode, taken.num_tokens) == expected
     cudagraphs._graphs_captured = False
     assert cudagraphs.dispatch(len(new), sum(new), None, 0).cg_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        ({}, FULL),
+        ({"0": [], "1": []}, FULL),
+        ({"0": ["of a request that decodes"], "1": []}, FULL),
+        ({"0": [], "1": ["of a prompt"]}, PIECEWISE),
+    ],
+)
+def test_a_step_with_images_is_none_of_ours(images: dict[str, list[str]], expected: CUDAGraphMode) -> None:
+    cudagraphs = manager()
+    step(cudagraphs, [1, 30], [50, 0], images=images)
+    assert cudagraphs.dispatch(2, 31, None, 0, max_query_len=None).cg_mode == expected
 
 
 def test_requests_that_decode_alone_have_vllm_s_graphs() -> None:

@@ -177,8 +177,7 @@ def can_reuse(runner: Any) -> bool:
         and tables.num_kv_cache_groups >= 1
         and tables.cp_size == 1
         and all(tables._slot_mapping_enabled)
-        and type(state) is DefaultModelState
-        and state.rope_state is None
+        and type(state) is DefaultModelState  # which makes embeddings and positions of MRoPE in each step
         and state.num_new_sampled_tokens_per_step == 1
         and runner.fast_prefill is None
         and len(runner.sampler.logits_processors) == PROCESSORS

@@ -153,7 +153,8 @@ def _wrap_gather_batch_req_state(original: Any) -> Any:
         step, uniform = original(self, *args, **kwargs)
         manager = self.cudagraph_manager
         if hasattr(manager, _WHOLE):
-            setattr(manager, _IS_SHORT, step is not None and _is_short(step, self.req_states))
+            is_ours = step is not None and _is_short(step, self.req_states) and not _has_media(step, self)
+            setattr(manager, _IS_SHORT, is_ours)
         return step, uniform
 
     return gather_batch_req_state
@@ -167,6 +168,13 @@ def _is_short(step: Any, states: Any) -> bool:
     first = int(longer.argmax())
     lengths = states.num_computed_tokens_np[step.idx_mapping_np[first:]] + new[first:]
     return bool(lengths.max() <= decode_prefill_split.SHORT)
+
+
+def _has_media(step: Any, runner: Any) -> bool:
+    """Tell whether a step has prompts with images, sounds or the like."""
+    media = {} if runner.encoder_cache is None else runner.encoder_cache.mm_features
+    prompts = step.is_prefilling_np.nonzero()[0]
+    return any(media.get(step.req_ids[place]) for place in prompts)
 
 
 def _wrap_prepare_attn(original: Any) -> Any:

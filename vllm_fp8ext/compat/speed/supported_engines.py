@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which engines run steps that are told by their requests' tokens and contexts alone."""
+"""Tells which engines decode by tokens and contexts of a step's requests alone."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ REMOVE_WHEN: str = "`decode_step_reuse` and `mixed_full_cudagraph` go"
 
 
 def is_plain(config: Any) -> bool:
-    """Tell whether a `VllmConfig` is of one stage that generates text from tokens alone.
+    """Tell whether a `VllmConfig` is of one stage that generates text.
 
-    It has no adapters, drafts and embeddings.
+    It has no adapters and no drafts. What prompts have beside tokens does not change how requests decode.
     """
     return reason_not_plain(config) is None
 
@@ -30,6 +30,12 @@ def reason_not_plain(config: Any) -> str | None:
         "data parallelism": parallel.data_parallel_size != 1,
         "context parallelism of prompts": parallel.prefill_context_parallel_size != 1,
         f"a {model.runner_type} model": model.runner_type != "generate",
-        "inputs beside text": bool(model.is_multimodal_model or model.enable_prompt_embeds),
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "attention both ways within images": _looks_ahead_in_images(model),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _looks_ahead_in_images(model: Any) -> bool:
+    """Tell whether attention's metadata names the images of a step."""
+    return bool(model.is_mm_prefix_lm and getattr(model, "supports_multimodal_inputs", True))
