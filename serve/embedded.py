@@ -30,7 +30,6 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from vllm_fp8ext.compat.features import is_available
-from vllm_fp8ext.compat.update.weight_versions import track
 from vllm_fp8ext.errors import UpdateError
 from vllm_fp8ext.serve.auth import AdminKey
 from vllm_fp8ext.serve.backend import Backend
@@ -88,7 +87,10 @@ async def _routes(engine: Any) -> AsyncIterator[tuple[str, httpx.AsyncBaseTransp
     """The routes on this engine: the key to them, and the way."""
     backend, key, app = Backend(CollectorRegistry()), secrets.token_urlsafe(16), FastAPI()
     app.include_router(router(AdminKey(key), backend))
-    track()
+    if is_available("weight_versions"):
+        from vllm_fp8ext.compat.update import weight_versions
+
+        weight_versions.track()
     with contextlib.ExitStack() as stack:
         stack.callback(backend.close)
         backend.connect(engine)

@@ -11,11 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.speed.serving_speed import install_answers
 from vllm_fp8ext.compat.update.api_processes import call_at_end, let_requests_finish
 from vllm_fp8ext.compat.update.basic_auth import install as take_basic_passwords
 from vllm_fp8ext.compat.update.shutdown_answers import answer_at_the_end
-from vllm_fp8ext.compat.update.weight_versions import install as show_weight_versions
 from vllm_fp8ext.config import METHOD, Settings
 from vllm_fp8ext.environment import ADMIN_KEY, key_of
 from vllm_fp8ext.errors import ConfigError, UpdateError
@@ -44,7 +44,10 @@ class Fp8ExtEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Mount the routes under `/fp8ext/v1`, if there is a key to guard them with."""
-        show_weight_versions()
+        if is_available("weight_versions"):
+            from vllm_fp8ext.compat.update import weight_versions
+
+            weight_versions.install()
         show_where_shared(app, self._backend.metrics, self._backend.refresh_metrics)
         install_answers()
         blockfp8 = getattr(getattr(app.state, "args", None), "quantization", None) == METHOD

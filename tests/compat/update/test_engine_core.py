@@ -12,6 +12,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat import features
 from vllm_fp8ext.compat.speed import slot_fast_path
 from vllm_fp8ext.compat.update import engine_core
 from vllm_fp8ext.compat.update.core_access import CoreAccess
@@ -272,11 +273,10 @@ def test_a_core_of_blockfp8_answers_its_scheduler_and_names_its_life(
     assert (None in lives) == (quantization != METHOD)
 
 
-@pytest.mark.parametrize(("ranks", "labelled"), [(1, True), (2, False)])
-def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks: int, labelled: bool) -> None:
-    """Where nobody calls, vLLM's own label stays; of several data-parallel ranks it wants one label."""
-    labels: list[str] = []
-    core = Core(
+def core_of_ranks(scheduler: Scheduler, ranks: int, labels: list[str]) -> Core:
+    """A core, of so many data-parallel ranks, which notes its labels."""
+    vars(scheduler)["kv_cache_manager"] = SimpleNamespace(get_computed_blocks=None)
+    return Core(
         vllm_config=SimpleNamespace(
             additional_config={},
             weight_transfer_config=None,
@@ -293,9 +293,25 @@ def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks:
         _attach_weight_version=None,
         fp8ext_instance="0a1b",
     )
-    vars(scheduler)["kv_cache_manager"] = SimpleNamespace(get_computed_blocks=None)
-    assert CoreAccess(core).instance == "0a1b"
+
+
+@pytest.mark.parametrize(("ranks", "labelled"), [(1, True), (2, False)])
+def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks: int, labelled: bool) -> None:
+    """Where nobody calls, vLLM's own label stays; of several data-parallel ranks it wants one label."""
+    labels: list[str] = []
+    assert CoreAccess(core_of_ranks(scheduler, ranks, labels)).instance == "0a1b"
     assert [Label.decode(label) for label in labels] == [first_label("0a1b")] * labelled
+
+
+def test_without_weight_versions_vllm_has_the_version_alone(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may show it as it is."""
+    monkeypatch.setattr(features, "_reasons_told", {features.KEY: {"weight_versions": "the settings"}})
+    labels: list[str] = []
+    access = CoreAccess(core_of_ranks(scheduler, 1, labels))
+    access.relabel(Label(3, "step 3", "0a1b"))
+    assert labels == ["epoch-0", "step 3"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_fp8ext.compat.update import kv_labels
 from vllm_fp8ext.compat.update.kv_epochs import RESTARTS, KvEpochs
 from vllm_fp8ext.update.contract.labels import Label, Step
 
@@ -84,7 +85,10 @@ def core() -> Core:
 
 @pytest.fixture
 def epochs(core: Core) -> KvEpochs:
-    return KvEpochs(core)
+    """With what tells them to each step."""
+    made = KvEpochs(core)
+    kv_labels.attach(core, made)
+    return made
 
 
 def test_prompts_begin_again_in_their_order_and_what_has_a_token_goes_on(
@@ -180,3 +184,14 @@ def test_a_request_that_holds_k_and_v_while_it_waits_tells_of_them(core: Core, e
 def test_vllm_0_33_passes_a_limit(core: Core, epochs: KvEpochs) -> None:
     request = core.scheduler.add("any")
     assert core.scheduler.kv_cache_manager.get_computed_blocks(request, 32) == (request, 32)
+
+
+def test_a_vllm_without_versions_of_steps_still_begins_prompts_again(core: Core) -> None:
+    """Then nobody asks for labels, and those of requests that end are forgotten."""
+    epochs = KvEpochs(core)
+    early, late = core.scheduler.add("early"), core.scheduler.add("late")
+    core.step(early, sampled=True)
+    late.num_computed_tokens = 10
+    assert core.commit(epochs) == (1, 10)
+    assert core.step(early, sampled=True) == [[]]
+    assert late.status == RequestStatus.PREEMPTED

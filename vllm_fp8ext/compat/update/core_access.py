@@ -17,6 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 
+from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.update.data_parallel import EngineCores
 from vllm_fp8ext.compat.update.draft_acceptance import DraftCounter
 from vllm_fp8ext.compat.update.kv_cache import held_blocks
@@ -91,13 +92,17 @@ class CoreAccess:
         ours = self.quantization == METHOD
         self._prefix_cache = EpochPrefixCache(core, 0) if ours else None
         self._kv_epochs = KvEpochs(core) if ours else None
+        if self._kv_epochs is not None and is_available("weight_versions"):
+            from vllm_fp8ext.compat.update import kv_labels
+
+            kv_labels.attach(core, self._kv_epochs)
         self.instance: str = getattr(core, "fp8ext_instance", "")
         """Random: of this life of the engine."""
         self.pids = [os.getpid()]
         self._label = first_label(self.instance)
         # vLLM wants one label of all cores
         if ours and (EngineCores.of(config).count > 1 or config.parallel_config.data_parallel_size == 1):
-            core.set_weight_version(self._label.encode())
+            self._mark(self._label)
         self._calls = itertools.count(1)
         self.compiled: list[dict[str, int]] = []
         """Counts by rank of what its process had compiled when it was last called."""
@@ -296,12 +301,16 @@ class CoreAccess:
         if self._drafts is not None:
             self._drafts.enter(label.epoch)
         self._label = label
-        self._core.set_weight_version(label.encode())
+        self._mark(label)
 
     def relabel(self, label: Label) -> None:
         """Mark every token sampled from now on by another version of the same weights."""
         self._label = label
-        self._core.set_weight_version(label.encode())
+        self._mark(label)
+
+    def _mark(self, label: Label) -> None:
+        """Mark tokens by the label; by its version alone where nobody decodes it, and vLLM would show it as it is."""
+        self._core.set_weight_version(label.encode() if is_available("weight_versions") else label.version)
 
     def time_next_step(self, report: Callable[[float], None]) -> None:
         """Call `report` at the end of the next engine step (`next_step.time_next_step`), with its `time.perf_counter()`."""

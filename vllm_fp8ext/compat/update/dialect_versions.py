@@ -32,6 +32,7 @@ REPLACES: tuple[str, ...] = (
 USES: dict[str, tuple[str, ...]] = {}
 UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/54443"
 REMOVE_WHEN: str = "vLLM's responses and messages have weight versions with epochs"
+NEEDS: tuple[str, ...] = ("weight_versions",)
 
 _SPANS = "fp8ext_spans"
 """Attribute of a context: spans of the turns that have ended."""

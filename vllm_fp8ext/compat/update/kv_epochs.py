@@ -2,8 +2,7 @@
 """Knows which weights computed requests' K and V, and restarts prompts at a commit.
 
 A prompt of many steps can meet a commit. Before its first token nothing of it was sent, so its request is preempted: its
-K and V are computed again, by the new weights. What keeps K and V of older weights says so with its next token: their
-labels travel beside the step's own (`update.contract.labels.Step`).
+K and V are computed again, by the new weights. What keeps K and V of older weights says so with its next token (`kv_labels`).
 """
 
 import time
@@ -11,17 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_fp8ext.compat.wrapping import wrap_instance
-from vllm_fp8ext.update.contract.labels import Label, Step
+from vllm_fp8ext.update.contract.labels import Label
 
 FEATURE: str = "core"
-WHY: str = (
-    "Say which weights computed the K and V of a request: vLLM has one label for all requests of a step."
-)
+WHY: str = "Have prompts that meet a commit begin again: vLLM has all requests begin again, or none."
 GAIN: str = "correctness, not speed"
-REPLACES: tuple[str, ...] = (
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
-    "vllm.v1.engine.core:EngineCore._attach_weight_version(outputs)",
-)
+REPLACES: tuple[str, ...] = ("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",)
 USES: dict[str, tuple[str, ...]] = {
     "have prompts that meet a commit begin again": (
         "vllm.v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp, drop_stale_output)",
@@ -33,12 +27,9 @@ USES: dict[str, tuple[str, ...]] = {
         "vllm.v1.metrics.stats:PrefillStats.set("
         "num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens)",
     ),
-    "say which weights computed the K and V of a request": (
-        "vllm.v1.engine:EngineCoreOutputs.weight_version",
-    ),
 }
 UPSTREAM: str = "https://github.com/vllm-project/vllm/issues/54443"
-REMOVE_WHEN: str = "vLLM preempts single requests at a weight update, and tells the weights of K and V"
+REMOVE_WHEN: str = "vLLM preempts single requests at a weight update"
 
 RESTARTS = 2
 """How often one request's prompt begins again: updates may come faster than a long prompt is computed."""
@@ -65,7 +56,6 @@ class KvEpochs:
         """Requests with labels of older weights that their next token is to tell, by id."""
         manager = core.scheduler.kv_cache_manager
         wrap_instance(manager, "get_computed_blocks", self._wrap_get_computed_blocks)
-        wrap_instance(core, "_attach_weight_version", self._wrap_attach_weight_version)
 
     def restart_prompts(self) -> tuple[int, int]:
         """Preempt each running request that has no output token, `RESTARTS` times at most. No step may be in flight.
@@ -106,6 +96,10 @@ class KvEpochs:
                 self._to_tell[request.request_id] = request
             held.computed, held.sampled = request.num_computed_tokens, request.num_output_tokens
 
+    def labels_to_tell(self, names: list[str]) -> dict[str, list[str]]:
+        """Return encoded labels of older weights that made K and V of requests, by id; each label once."""
+        return {name: self._told(name) for name in names if name in self._to_tell}
+
     def _wrap_get_computed_blocks(self, original: Any) -> Any:
         def get_computed_blocks(request: Any, *limit: Any) -> Any:
             """Forget what a request held, which begins now. `limit`: of the hit's length, which vLLM 0.33 passes."""
@@ -114,21 +108,6 @@ class KvEpochs:
             return original(request, *limit)
 
         return get_computed_blocks
-
-    def _wrap_attach_weight_version(self, original: Any) -> Any:
-        def attach(outputs: dict[int, Any]) -> None:
-            original(outputs)
-            if self._to_tell:
-                self._tell(outputs)
-
-        return attach
-
-    def _tell(self, outputs: dict[int, Any]) -> None:
-        for each in outputs.values():
-            names = [output.request_id for output in each.outputs if output.new_token_ids]
-            held = {name: self._told(name) for name in names if name in self._to_tell}
-            if held:
-                each.weight_version = Step(each.weight_version, held).encode()
 
     def _told(self, name: str) -> list[str]:
         held: _Held = getattr(self._to_tell.pop(name), _STATE)

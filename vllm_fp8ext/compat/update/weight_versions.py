@@ -19,7 +19,7 @@ from vllm_fp8ext.compat.features import is_available
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.update.contract.labels import Label, Step
 
-FEATURE: str = "core"
+FEATURE: str = "weight_versions"
 WHY: str = "Show weight versions: vLLM's spans have no epochs, and one label for all requests of a step."
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = (
