@@ -27,6 +27,7 @@ from vllm_fp8ext.serve.metrics import show_where_shared
 from vllm_fp8ext.serve.native.access import NativeAccess
 from vllm_fp8ext.serve.native.mount import mount as mount_native_routes
 from vllm_fp8ext.serve.poison_guard import PoisonGuard
+from vllm_fp8ext.serve.route_order import replacing
 from vllm_fp8ext.serve.routes import router
 
 logger = logging.getLogger("vllm.fp8ext")
@@ -52,14 +53,16 @@ class Fp8ExtEndpoints:
         install_answers()
         blockfp8 = getattr(getattr(app.state, "args", None), "quantization", None) == METHOD
         if blockfp8:
-            close_routes(app)
+            with replacing(app):
+                close_routes(app)
             take_basic_passwords(basic_password)
         key = key_of(os.environ.get(ADMIN_KEY))
         admin_key = AdminKey(key) if key else None
         healing = frozenset[str]()
         if blockfp8:
             self._access = NativeAccess(admin_key)
-            healing = mount_native_routes(app, self._backend, self._access)
+            with replacing(app):
+                healing = mount_native_routes(app, self._backend, self._access)
         if admin_key is None:
             logger.warning(
                 "fp8ext: no weight-update routes, because %s is not set; set it to a secret to have them",
