@@ -38,7 +38,7 @@ GONE = {
     "shared_segments": "ShmTensorArena",
     "slot_fast_path": "num_cached_block",
     "token_logprobs": "compute_token_logprobs",
-    "weight_transfer": "RLOfflineMixin",
+    "weight_transfer": "register_engine",
     "weight_versions": "track_weight_version",
 }
 """By feature, a name that no vLLM of the future need have."""

@@ -5,6 +5,7 @@ vLLM's own call a method of every worker, which blocks engine steps and ends ran
 """
 
 import asyncio
+import importlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -21,21 +22,19 @@ WHY: str = "Open, feed and commit updates in the engine core, whoever calls vLLM
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = (
     "vllm.v1.engine.async_llm:AsyncLLM.init_weight_transfer_engine",
-    "vllm.v1.engine.async_llm:AsyncLLM.shutdown_weight_transfer_engine",
     "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.start_draft_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
     "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
     "vllm.v1.engine.async_llm:AsyncLLM.get_weight_version",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.init_weight_transfer_engine",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.shutdown_weight_transfer_engine",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.start_weight_update",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.start_draft_weight_update",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.update_weights",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.finish_weight_update",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.update_weight_version",
-    "vllm.entrypoints.rl.offline:RLOfflineMixin.get_weight_version",
+    "vllm.entrypoints.llm:LLM.init_weight_transfer_engine",
+    "vllm.entrypoints.llm:LLM.start_weight_update",
+    "vllm.entrypoints.llm:LLM.start_draft_weight_update",
+    "vllm.entrypoints.llm:LLM.update_weights",
+    "vllm.entrypoints.llm:LLM.finish_weight_update",
+    "vllm.entrypoints.llm:LLM.update_weight_version",
+    "vllm.entrypoints.llm:LLM.get_weight_version",
 )
 USES: dict[str, tuple[str, ...]] = {
     "call the engine core of an LLM without waiting in its loop": (
@@ -56,17 +55,25 @@ METHODS: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
     "update_weight_version": lambda transfer, new_version: transfer.relabel(new_version),
     "get_weight_version": lambda transfer: transfer.version(),
 }
-"""Coroutine of each method, by its name."""
+"""Coroutine of each method, by its name. `shutdown_weight_transfer_engine` came with vLLM 0.32."""
 
 
 def install() -> None:
     """Idempotent."""
-    from vllm.entrypoints.rl.offline import RLOfflineMixin
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    for name, call in METHODS.items():
-        wrap(AsyncLLM, name, _wrapper(name, call, _awaited))
-        wrap(RLOfflineMixin, name, _wrapper(name, call, _blocking))
+    for owner, way in ((AsyncLLM, _awaited), (_blocking_owner(), _blocking)):
+        for name, call in METHODS.items():
+            if hasattr(owner, name):
+                wrap(owner, name, _wrapper(name, call, way))
+
+
+def _blocking_owner() -> Any:
+    """Return the class from which `LLM` has the methods: itself in vLLM 0.31. To import that takes a second."""
+    try:
+        return importlib.import_module("vllm.entrypoints.rl.offline").RLOfflineMixin
+    except (ImportError, AttributeError):
+        return importlib.import_module("vllm.entrypoints.llm").LLM
 
 
 def _wrapper(name: str, call: Callable[..., Any], way: Callable[..., Any]) -> Callable[[Any], Any]:
