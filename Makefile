@@ -22,10 +22,10 @@ test-all:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
 	@VENV=$(VENV) $(PYTHON) scripts/test --all
 
-# what `make test` leaves out; MINUTES: begin no test later
+# what `make test` leaves out; MINUTES: what fits, for each commit in another order
 test-rest:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --build $(BUILD) --beside
-	@VENV=$(VENV) $(PYTHON) scripts/test --rest $(if $(MINUTES),--minutes $(MINUTES))
+	@VENV=$(VENV) $(PYTHON) scripts/test --rest $(if $(MINUTES),--minutes $(MINUTES)) $(if $(AGAIN),--again)
 
 check: setup
 	@VENV=$(VENV) scripts/check

@@ -20,9 +20,6 @@ BESIDE = Path(sys.prefix) / "beside"
 FULL_SECONDS = 1800
 """For tests that are marked `full` and say nothing else, where other work has the machine."""
 
-LONGEST = "test_faults.py"
-"""Has half of all cells that are `full`: what runs for a limited time has those of the other files first."""
-
 _STARTED = time.monotonic()
 _ENDS = pytest.StashKey[float | None]()
 """When no more tests begin, by `time.monotonic`."""
@@ -46,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seconds", type=float, help="begin no test after so many seconds; the others are skipped"
     )
+    parser.addoption("--turn", type=int, default=0, help="begin with that file, counted around")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no time is left")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that the marks leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests for GPUs, or instructions of the CPU, that are not here."""
     gpus = torch.cuda.device_count()
@@ -69,11 +68,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(map(item.get_closest_marker, lacking))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    if config.stash[_ENDS] is not None:
-        items.sort(key=lambda item: item.path.name == LONGEST)
+    turn(items, config.getoption("--turn"))
     for item in items:
         if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(FULL_SECONDS))
+
+
+def turn(items: list[pytest.Item], by: int) -> None:
+    """Have so many files come last that come first: what runs for a limited time gets to all of them in its turn."""
+    files = list(dict.fromkeys(item.path for item in items))
+    places = {path: (place - by) % len(files) for place, path in enumerate(files)}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(scope="session")
