@@ -117,5 +117,5 @@ def test_what_is_not_finite_is_told_of_its_tensor(name: str, tmp_path: Path) -> 
     content = path.read_bytes()
     tensors = parse(lambda start, size: content[start : start + size], len(content), "file")
     intake = intake_of(stager())
-    told = staged(intake, Source(str(path), 0, stamp_of(path.stat())), tensors)
+    told = staged(intake, FileSource(str(path), stamp_of(path.stat())), tensors)
     assert [(problem["kind"], problem["tensor"]) for problem in told.problems] == [("non-finite", name)]
