@@ -11,8 +11,8 @@ from vllm_fp8ext.layers.unquantized_layers import decides_decay, in_encoder, rep
     [
         (4096, 12288, "bfloat16", True),
         (64, 128, "bfloat16", True),
-        (64, 128, "float16", False),
-        (128, 128, "float16", True),
+        (64, 128, "float16", True),
+        (96, 128, "float16", False),
         (1280, 3420, "bfloat16", False),
         (1152, 4304, "bfloat16", False),
         (1280, 6840, "bfloat16", False),

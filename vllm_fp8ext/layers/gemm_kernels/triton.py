@@ -94,5 +94,6 @@ TRITON = GemmKernel(
     supports=supports,
     run=run,
     warmup_shapes=warmup_shapes,
+    rows_multiple=64,
     batch_invariant=batch_invariant,
 )
