@@ -55,6 +55,12 @@ _RECIPROCAL = tl.constexpr(
 )
 """1 / $1 by the steps of a division, likewise without its branches. $0 is written early."""
 
+_TO_E5M2 = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;"
+    "mov.b32 $0, {low, high}; }"
+)
+"""PTX for E5M2 codes, in $0, of four fp32 values."""
+
 
 @triton.jit
 def magnitude_bits(x):
@@ -151,6 +157,22 @@ def _encode(quotient):
     # below 2^-6 codes are multiples of 2^-9, the distance of fp32 numbers from 2^14 on
     subnormal = (tl.abs(quotient) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.minimum(tl.where(bits < 0x3C800000, subnormal, normal), 0x7E)
+    code = tl.where(bits > INFINITY_BITS, 0x7F, code)
+    negative = quotient.to(tl.int32, bitcast=True) < 0
+    return (code | tl.where(negative, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def e5m2_of(x, scale, HARDWARE: tl.constexpr):
+    """E5M2 codes of fp32 `x / scale`, as bytes: to nearest, of two equally near codes the even one, at most 57344."""
+    quotient = tl.div_rn(x, scale)
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_TO_E5M2, "=r,r,r,r,r", [quotient], tl.uint8, is_pure=True, pack=4)
+    bits = magnitude_bits(quotient)
+    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
+    # below 2^-14 codes are multiples of 2^-16, the distance of fp32 numbers from 2^7 on
+    subnormal = (tl.abs(quotient) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    code = tl.minimum(tl.where(bits < 0x38800000, subnormal, normal), 0x7B)
     code = tl.where(bits > INFINITY_BITS, 0x7F, code)
     negative = quotient.to(tl.int32, bitcast=True) < 0
     return (code | tl.where(negative, 0x80, 0)).to(tl.uint8)

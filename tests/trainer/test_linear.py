@@ -3,6 +3,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.kernels.gemm.linear import reference_linear
 from vllm_fp8ext.kernels.numerics import reference
+from vllm_fp8ext.trainer import block_product
 from vllm_fp8ext.trainer.block_product import multiply, quantize_blocks, quantize_rows, row_values
 from vllm_fp8ext.trainer.convert import DECAYS, ENCODERS, Recipe, convert
 from vllm_fp8ext.trainer.linear import BlockFp8Linear
@@ -304,3 +306,22 @@ def test_products_do_without_deep_gemm_only_if_allowed(noise: torch.Generator) -
     operands = quantize_rows(x, "fp32"), quantize_blocks(weight, "fp32")
     expected = reference.gemm(*operands[0], operands[1].codes, operands[1].scales)
     assert torch.equal(multiply(*operands, torch.float32), expected)
+
+
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2", "bf16"])
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_kernels_compute_the_same_gradients(
+    backward: Any, scale_format: Any, noise: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands that Triton's kernels make are torch's bits; 130 tokens are no whole block."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    layer = layer_of(BlockScaling(backward=backward, scale_format=scale_format), noise, torch.bfloat16)
+    x = torch.randn(130, 256, generator=noise, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(130, 192, generator=noise, dtype=torch.bfloat16)
+    expected = torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), dy)
+    monkeypatch.setattr(block_product, "runs_kernels", lambda operand: True)
+    gradients = torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), dy)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert relative(gradient, wanted.double()) < (1e-6 if backward == "bf16" else 4e-3), (
+            "one rounding to BF16"
+        )

@@ -1,25 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands in FP8 blocks and their products, by the server's quantizers.
 
+On a GPU each operand is made by one launch, as on a CPU, bit for bit: quantized, transposed, dequantized. Products run by
+DeepGEMM, by `block_gemm` what that does not take, and in fp32 where neither is there.
+
 Shape suffixes are those of `kernels.numerics.reference`: N output features, K input features, M tokens, `b` for blocks.
 E5M2 is for gradients alone: scales are `amax / 57344`, 1×128, in the formats of `reference.scale_of`.
 """
 
+import contextlib
+import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_fp8ext.kernels.numerics import reference
 from vllm_fp8ext.kernels.numerics.quantized import Quantized
-from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_MAX, ScaleFormat, blocks
+from vllm_fp8ext.kernels.numerics.reference import BLOCK, FP8_DTYPE, FP8_MAX, ScaleFormat, blocks
 from vllm_fp8ext.kernels.quantize import quantize_weight
 from vllm_fp8ext.log import log_once
 
 E5M2_MAX = 57344.0
 """Largest finite E5M2 value."""
+_DEEP_GEMM = "deep_gemm", "vllm.third_party.deep_gemm"
+"""Modules that are DeepGEMM: its package, and the copy that vLLM brings, where it is installed."""
+
+
+def runs_kernels(operand: Tensor) -> bool:
+    """Tell whether Triton's kernels take an operand, rather than torch."""
+    return operand.is_cuda and _triton()
+
+
+@cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class BlockWeight(NamedTuple):
@@ -33,13 +51,26 @@ class BlockWeight(NamedTuple):
     scales: Tensor
     offset: int = 0
 
-    def values(self) -> Tensor:
-        """Return fp32 `[N, K]`: codes times scales."""
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `[N, K]` of a dtype: codes times scales in fp32, rounded once."""
+        if runs_kernels(self.codes):
+            from vllm_fp8ext.kernels.quantize.dequantize import dequantize
+
+            return dequantize(self.codes, self.scales, dtype, rows=BLOCK, offset=self.offset)
         rows, columns = self.codes.shape
         if not self.offset:
-            return reference.dequantize_weight(self.codes, self.scales)
+            return reference.dequantize_weight(self.codes, self.scales).to(dtype)
         scales = self.scales.repeat_interleave(BLOCK, 0)[self.offset : self.offset + rows]
-        return reference.expand(self.codes) * scales.repeat_interleave(BLOCK, 1)[:, :columns]
+        return (reference.expand(self.codes) * scales.repeat_interleave(BLOCK, 1)[:, :columns]).to(dtype)
+
+    def transposed(self) -> "BlockWeight":
+        """Return `[K, N]` in the same blocks, which begin with the weight's first row."""
+        assert not self.offset
+        if runs_kernels(self.codes):
+            from vllm_fp8ext.kernels.quantize.transpose_blocks import transpose_weight
+
+            return BlockWeight(*transpose_weight(self.codes, self.scales))
+        return BlockWeight(self.codes.T.contiguous(), self.scales.T.contiguous())
 
 
 def quantize_blocks(weight_NK: Tensor, scale_format: ScaleFormat) -> BlockWeight:
@@ -56,72 +87,115 @@ def quantize_blocks(weight_NK: Tensor, scale_format: ScaleFormat) -> BlockWeight
     return BlockWeight(codes, scales)
 
 
-def quantize_rows(
-    x_MK: Tensor, scale_format: ScaleFormat, dtype: torch.dtype = torch.float8_e4m3fn
-) -> Quantized:
+def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, dtype: torch.dtype = FP8_DTYPE) -> Quantized:
     """Quantize rows in groups of 128 columns: codes `[M, K]` of `dtype`, fp32 scales `[M, ceil(K/128)]`.
 
     E4M3 is the server's quantizer of activations for the device, bit for bit.
     """
-    if dtype == torch.float8_e5m2:
-        return _e5m2_rows(x_MK, scale_format)
-    if x_MK.is_cuda:
+    if runs_kernels(x_MK):
+        from vllm_fp8ext.kernels.quantize import quantize_gradient
         from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
-        return quantize_activation(x_MK.contiguous(), scale_format)
+        if dtype == FP8_DTYPE:
+            return quantize_activation(x_MK.contiguous(), scale_format)
+        return quantize_gradient.quantize_rows(x_MK, scale_format, dtype)
+    if dtype == torch.float8_e5m2:
+        return _e5m2_rows(x_MK, scale_format)
     return Quantized(*reference.quantize_activation(x_MK, scale_format))
 
 
-def row_values(x: Quantized) -> Tensor:
-    """Return fp32 `[M, K]`: codes of either format times scales."""
-    if x.codes.dtype == torch.float8_e4m3fn:
-        return reference.dequantize_activation(x.codes, x.scales)
-    return x.codes.float() * x.scales.repeat_interleave(BLOCK, 1)[:, : x.codes.shape[1]]
+def quantize_columns(x_MN: Tensor, scale_format: ScaleFormat, dtype: torch.dtype = FP8_DTYPE) -> Quantized:
+    """Quantize the transpose in groups of 128 tokens: codes `[N, M]` of `dtype`, fp32 scales `[N, ceil(M/128)]`.
+
+    By kernels M is padded to a multiple of 128; codes behind the last token are zero.
+    """
+    if runs_kernels(x_MN):
+        from vllm_fp8ext.kernels.quantize import quantize_gradient
+
+        return quantize_gradient.quantize_columns(x_MN, scale_format, dtype)
+    return quantize_rows(x_MN.T.contiguous(), scale_format, dtype)
+
+
+def transposed_blocks(x: Quantized, scale_format: ScaleFormat) -> BlockWeight:
+    """Quantize the values of E4M3 activations again, transposed, in blocks of 128×128: `[K, M]`.
+
+    M is padded as by `quantize_columns`. NaN makes gradients NaN, as in other precisions, and raises nothing.
+    """
+    if runs_kernels(x.codes):
+        from vllm_fp8ext.kernels.quantize.transpose_blocks import requantize_transposed
+
+        return BlockWeight(*requantize_transposed(x, scale_format))
+    x_KM = row_values(x).T.contiguous()
+    if x_KM.is_cuda or bool(torch.isfinite(x_KM).all()):
+        return quantize_blocks(x_KM, scale_format)
+    return BlockWeight(
+        torch.zeros_like(x_KM, dtype=FP8_DTYPE),
+        torch.full((blocks(x_KM.shape[0]), blocks(x_KM.shape[1])), torch.nan, device=x_KM.device),
+    )
+
+
+def row_values(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `[M, K]` of a dtype: codes of either format times scales in fp32, rounded once."""
+    if runs_kernels(x.codes):
+        from vllm_fp8ext.kernels.quantize.dequantize import dequantize
+
+        return dequantize(*x, dtype)
+    if x.codes.dtype == FP8_DTYPE:
+        return reference.dequantize_activation(x.codes, x.scales).to(dtype)
+    return (x.codes.float() * x.scales.repeat_interleave(BLOCK, 1)[:, : x.codes.shape[1]]).to(dtype)
 
 
 def multiply(x: Quantized, weight: BlockWeight, dtype: torch.dtype, gemm: str = "auto") -> Tensor:
     """Multiply `x @ weight.T`, `[M, N]` of `dtype`, accumulated in fp32.
 
-    `gemm` as in `BlockScaling`. What DeepGEMM does not take (E5M2, an offset, a CPU, columns that are no multiple of 128)
-    is multiplied in fp32 of the dequantized operands.
+    `gemm` as in `BlockScaling`. What DeepGEMM does not take (E5M2, an offset, columns that are no multiple of 128) goes to
+    `block_gemm`; on a CPU, and with `reference`, operands are dequantized and multiplied in fp32.
 
     Raises:
         RuntimeError: `gemm` is `deep_gemm`, which is not installed.
     """
-    run = _deep_gemm(required=gemm == "deep_gemm") if x.codes.is_cuda and gemm != "reference" else None
-    if run is not None and _fits(x, weight):
+    deep_gemm = None
+    if x.codes.is_cuda and gemm in ("auto", "deep_gemm"):
+        deep_gemm = _deep_gemm(required=gemm == "deep_gemm")
+    if deep_gemm is not None and _fits(x, weight):
         room = x.codes.shape[0], weight.codes.shape[0]
         out = torch.empty(room, dtype=torch.bfloat16, device=x.codes.device)
-        run(x, (weight.codes, weight.scales), out, disable_ue8m0_cast=True)
+        deep_gemm(x, (weight.codes, weight.scales), out, disable_ue8m0_cast=True)
         return out.to(dtype)
-    return torch.nn.functional.linear(row_values(x), weight.values()).to(dtype)
+    if gemm != "reference" and runs_kernels(x.codes):
+        from vllm_fp8ext.kernels.gemm.block_gemm import block_gemm
+
+        return block_gemm(x, weight.codes, weight.scales, dtype, offset=weight.offset)
+    return nn.functional.linear(row_values(x), weight.values()).to(dtype)
 
 
 def _fits(x: Quantized, weight: BlockWeight) -> bool:
     """Tell whether DeepGEMM takes these operands."""
     (rows, columns), tokens = weight.codes.shape, x.codes.shape[0]
     shaped = tokens > 0 and rows % 64 == 0 and columns % BLOCK == 0 and not weight.offset
-    return shaped and x.codes.dtype == torch.float8_e4m3fn
+    return shaped and x.codes.dtype == FP8_DTYPE
 
 
 @cache
 def _deep_gemm(required: bool) -> Callable[..., Any] | None:
     """Return DeepGEMM's product of FP8 blocks; None where it may be missing, and is."""
-    try:
-        from deep_gemm import fp8_gemm_nt
-    except ImportError as error:
-        if required:
-            raise RuntimeError("gemm: expected DeepGEMM to be installed (deep_gemm), found none") from error
-        log_once("FP8 products of a trainer's layers run in fp32: DeepGEMM is not installed")
-        return None
-    log_once("FP8 products of a trainer's layers run by DeepGEMM")
-    return fp8_gemm_nt
+    for name in _DEEP_GEMM:
+        with contextlib.suppress(ImportError):
+            run: Callable[..., Any] = importlib.import_module(name).fp8_gemm_nt
+            log_once(f"FP8 products of a trainer's layers run by DeepGEMM ({name})")
+            return run
+    if required:
+        raise RuntimeError(f"gemm: expected DeepGEMM to be installed ({' or '.join(_DEEP_GEMM)}), found none")
+    log_once(
+        "FP8 products of a trainer's layers run by this project's Triton kernel: DeepGEMM is not installed"
+    )
+    return None
 
 
 def _e5m2_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     rows, columns = x_MK.shape
     width = blocks(columns) * BLOCK
-    padded = torch.nn.functional.pad(x_MK.float(), (0, width - columns))
+    padded = nn.functional.pad(x_MK.float(), (0, width - columns))
     groups = padded.view(rows, blocks(columns), BLOCK)
     # scales for a largest magnitude of 448 are 128 times those for 57344, exactly
     scales = reference.scale_of(groups.abs().amax(2), scale_format) * (FP8_MAX / E5M2_MAX)

@@ -34,7 +34,7 @@ ENCODERS = frozenset(
 )
 """Names of modules that read images or sound, which the server keeps."""
 ROWS_MULTIPLE = 64
-"""Multiple of rows that the server's kernels for BF16 take; for FP16 it is a block."""
+"""Multiple of rows that the server's kernels take."""
 TENSOR_MULTIPLE = 16
 """Multiple of rows and columns that products with one scale per tensor take."""
 
@@ -157,7 +157,7 @@ def _unfit(layer: nn.Linear, group: tuple[nn.Linear, ...], recipe: Recipe) -> st
         rows = layer.out_features
         multiples = TENSOR_MULTIPLE, TENSOR_MULTIPLE
     else:
-        multiples = ROWS_MULTIPLE if str(recipe.served_dtype) == "torch.bfloat16" else BLOCK, BLOCK
+        multiples = ROWS_MULTIPLE, BLOCK
     if rows % multiples[0] or columns % multiples[1]:
         return f"of {rows}x{columns}, not multiples of {multiples[0]} rows and {multiples[1]} columns"
     return None

@@ -23,8 +23,10 @@ from vllm_fp8ext.trainer.block_product import (
     BlockWeight,
     multiply,
     quantize_blocks,
+    quantize_columns,
     quantize_rows,
     row_values,
+    transposed_blocks,
 )
 from vllm_fp8ext.trainer.recipe_linear import RecipeLinear
 from vllm_fp8ext.trainer.recipes import FP8_DTYPES, BlockScaling
@@ -121,43 +123,29 @@ class _BlockProduct(torch.autograd.Function):
             (_input_gradient, _weight_gradient) if in_blocks else (_plain_input, _plain_weight)
         )
         dx = to_input(dy_MN, weight, ctx.recipe).to(dtype) if needs_x else None
-        dw = to_weight(dy_MN, quantized, ctx.recipe).to(master_dtype) if needs_weight else None
-        db = dy_MN.float().sum(0).to(bias_dtype) if needs_bias else None
+        dw = to_weight(dy_MN, quantized, ctx.recipe, master_dtype) if needs_weight else None
+        db = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_bias else None
         return dx, dw, db, None, None
 
 
 def _plain_input(dy_MN: Tensor, weight: BlockWeight, _: BlockScaling) -> Tensor:
-    return dy_MN @ weight.values().to(dy_MN.dtype)
+    return dy_MN @ weight.values(dy_MN.dtype)
 
 
-def _plain_weight(dy_MN: Tensor, x: Quantized, _: BlockScaling) -> Tensor:
-    return dy_MN.T @ row_values(x).to(dy_MN.dtype)
+def _plain_weight(dy_MN: Tensor, x: Quantized, _: BlockScaling, dtype: torch.dtype) -> Tensor:
+    return (dy_MN.T @ row_values(x, dy_MN.dtype)).to(dtype)
 
 
 def _input_gradient(dy_MN: Tensor, weight: BlockWeight, recipe: BlockScaling) -> Tensor:
     dy = quantize_rows(dy_MN, recipe.scale_format, _gradient_dtype(recipe))
     if weight.offset:
         return row_values(dy) @ weight.values()
-    transposed = BlockWeight(weight.codes.T.contiguous(), weight.scales.T.contiguous())
-    return multiply(dy, transposed, torch.promote_types(dy_MN.dtype, torch.bfloat16), recipe.gemm)
+    return multiply(dy, weight.transposed(), torch.promote_types(dy_MN.dtype, torch.bfloat16), recipe.gemm)
 
 
-def _weight_gradient(dy_MN: Tensor, x: Quantized, recipe: BlockScaling) -> Tensor:
-    missing = -dy_MN.shape[0] % BLOCK if dy_MN.is_cuda else 0
-    dy_NM = nn.functional.pad(dy_MN.T, (0, missing)).contiguous()
-    x_KM = nn.functional.pad(row_values(x).T, (0, missing)).contiguous()
-    dy = quantize_rows(dy_NM, recipe.scale_format, _gradient_dtype(recipe))
-    return multiply(dy, _finite_blocks(x_KM, recipe), torch.float32, recipe.gemm)
-
-
-def _finite_blocks(x_KM: Tensor, recipe: BlockScaling) -> BlockWeight:
-    """Quantize inputs in blocks; NaN makes gradients NaN, as in other precisions, and raises nothing."""
-    if x_KM.is_cuda or bool(torch.isfinite(x_KM).all()):
-        return quantize_blocks(x_KM, recipe.scale_format)
-    return BlockWeight(
-        torch.zeros_like(x_KM, dtype=torch.float8_e4m3fn),
-        torch.full((blocks(x_KM.shape[0]), blocks(x_KM.shape[1])), torch.nan, device=x_KM.device),
-    )
+def _weight_gradient(dy_MN: Tensor, x: Quantized, recipe: BlockScaling, dtype: torch.dtype) -> Tensor:
+    dy = quantize_columns(dy_MN, recipe.scale_format, _gradient_dtype(recipe))
+    return multiply(dy, transposed_blocks(x, recipe.scale_format), dtype, recipe.gemm)
 
 
 def _gradient_dtype(recipe: BlockScaling) -> torch.dtype:

@@ -44,14 +44,15 @@ class BlockScaling:
     """Format of gradients in the products of the backward pass. `bf16` quantizes none: products are in the input's dtype."""
     served_dtype: torch.dtype = torch.bfloat16
     """Dtype of the server's model (`--dtype`). Master weights are rounded to it first, as `push` and the server do."""
-    gemm: Literal["auto", "deep_gemm", "reference"] = "auto"
-    """Product of FP8 operands. `auto` takes DeepGEMM on a Hopper GPU where it is installed, and logs what it took."""
+    gemm: Literal["auto", "deep_gemm", "triton", "reference"] = "auto"
+    """Product of FP8 operands on a GPU. `auto` takes DeepGEMM where it is installed, or else `triton`, and logs which.
+    `reference` multiplies in fp32, as CPUs do."""
 
     def __post_init__(self) -> None:
         require_choice("scale_format", self.scale_format, ("fp32", "pow2"))
         require_choice("backward", self.backward, ("e4m3", "e5m2", "bf16"))
         require_choice("served_dtype", self.served_dtype, SERVED_DTYPES)
-        require_choice("gemm", self.gemm, ("auto", "deep_gemm", "reference"))
+        require_choice("gemm", self.gemm, ("auto", "deep_gemm", "triton", "reference"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 layers of a trainer on a Hopper GPU, against the same layer on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fp8ext.trainer.linear import BlockFp8Linear
+from vllm_fp8ext.trainer.recipes import BlockScaling
+
+pytestmark = pytest.mark.gpu
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.cpu().double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("gemm", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2", "bf16"])
+@pytest.mark.parametrize("shape", [(300, 512, 384), (128, 192, 256), (77, 100, 200)], ids=str)
+def test_passes_are_those_of_the_cpu(gemm: Any, backward: Any, shape: tuple[int, int, int]) -> None:
+    tokens, rows, columns = shape
+    torch.manual_seed(0)
+    recipe = BlockScaling(backward=backward, gemm=gemm)
+    there = BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16)
+    here = BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16, device="cuda")
+    here.load_state_dict(there.state_dict())
+    x = torch.randn(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, rows, dtype=torch.bfloat16)
+    x_here = x.detach().cuda().requires_grad_()
+    expected, out = there(x), here(x_here)
+    assert relative(out.detach(), expected.detach()) < 4e-3, "one rounding to BF16"
+    wanted = torch.autograd.grad(expected, (x, there.weight, there.bias), dy)
+    found = torch.autograd.grad(out, (x_here, here.weight, here.bias), dy.cuda())
+    for one, other in zip(found, wanted, strict=True):
+        assert relative(one, other) < 8e-3, "two roundings to BF16"
