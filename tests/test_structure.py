@@ -110,9 +110,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, wherever in it; for `from a import b` both `a` and `a.b`."""
-    for node in ast.walk(sources()[path]):
+    return tuple(imported(path, sources()[path]))
+
+
+def imported(path: Path, source: ast.Module) -> Iterator[str]:
+    """The same of a file with that source."""
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -176,10 +182,15 @@ def place_of(module: str) -> tuple[int, str]:
     raise LookupError(f"{module}: expected a room of LEVELS, found none")
 
 
+@cache
+def modules_with_code() -> set[str]:
+    """Modules of the project; packages that hold nothing but modules are left out."""
+    return {module_of(source) for source, tree in sources().items() if len(tree.body) > 1} - {PACKAGE}
+
+
 def imported_modules(path: Path) -> set[str]:
-    """Modules of the package that a file imports; packages that hold nothing but modules are left out."""
-    modules = {module_of(source) for source, tree in sources().items() if len(tree.body) > 1} - {PACKAGE}
-    return {name for name in imports(path) if name in modules and within(name, PACKAGE)}
+    """Modules with code of the package that a file imports."""
+    return {name for name in imports(path) if name in modules_with_code() and within(name, PACKAGE)}
 
 
 def imported_without(blocked: tuple[str, ...], module: str) -> subprocess.CompletedProcess[str]:
@@ -199,7 +210,7 @@ def test_the_sources_are_found() -> None:
     assert {"vllm_fp8ext.compat.update.worker", *TOUCH_VLLM, *LIGHT, *TORCH_ALONE} <= names
 
 
-def test_imports_are_read_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_are_read_wherever_they_are() -> None:
     text = """
 import a.b as c
 from d import e
@@ -210,8 +221,7 @@ from . import l
 from ..m import n
 """
     path = PROJECT / "vllm_fp8ext" / "update" / "invented.py"
-    monkeypatch.setattr(sys.modules[__name__], "sources", lambda: {path: ast.parse(text)})
-    assert set(imports(path)) == {
+    assert set(imported(path, ast.parse(text))) == {
         *("a.b", "d", "d.e", "g.h", "g.h.i", "j.k"),
         *("vllm_fp8ext.update", "vllm_fp8ext.update.l", "vllm_fp8ext.m", "vllm_fp8ext.m.n"),
     }
@@ -342,6 +352,7 @@ assert not logging.getLogger("vllm.fp8ext").handlers, "logging was set up"
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_processes_of_other_servers_are_spared_what_a_worker_needs() -> None:
     """FlashAttention's backend reads vLLM's configuration as it is imported."""
     name = "vllm.v1.attention.backends.flash_attn"

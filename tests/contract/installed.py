@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,9 @@ from vllm_fp8ext.compat.update import (
 )
 from vllm_fp8ext.compat.wrapping import wrap
 
+LONGEST_CALL = 4000
+"""Characters of a call in vLLM's sources."""
+
 
 def install_all() -> None:
     """Wrap in the order in which servers do."""
@@ -90,17 +94,28 @@ def wrapped_methods() -> Iterator[tuple[Interface, Any, Any]]:
 def calls(names: set[str]) -> dict[str, set[tuple[int, tuple[str, ...]]]]:
     """Find how vLLM calls methods of these names: numbers of positional arguments, and names of others."""
     forms: dict[str, set[tuple[int, tuple[str, ...]]]] = {name: set() for name in names}
+    called = re.compile(rf"(?<!def )(?<!class )\b({'|'.join(sorted(names))})\(")
     for file in Path(str(vllm.__file__)).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        if not any(f"{name}(" in text for name in names):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                starred = any(isinstance(one, ast.Starred) for one in node.args)
-                if name in names and not starred and all(keyword.arg for keyword in node.keywords):
-                    forms[name].add((len(node.args), tuple(str(keyword.arg) for keyword in node.keywords)))
+        for found in called.finditer(text):
+            node = call_at(text, found.start())
+            if node is None or any(isinstance(one, ast.Starred) for one in node.args):
+                continue
+            if all(keyword.arg for keyword in node.keywords):
+                forms[found[1]].add((len(node.args), tuple(str(keyword.arg) for keyword in node.keywords)))
     return forms
+
+
+def call_at(text: str, start: int) -> ast.Call | None:
+    """Return the call that begins there, or None where it is prose. To parse whole files instead takes ten seconds."""
+    end = start
+    while 0 < (end := text.find(")", end) + 1) < start + LONGEST_CALL:
+        try:
+            call = ast.parse(text[start:end], mode="eval").body
+        except (SyntaxError, ValueError):
+            continue
+        return call if isinstance(call, ast.Call) else None
+    return None
 
 
 def takes(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> bool:
