@@ -234,6 +234,7 @@ def test_nothing_of_core_imports_a_feature(name: str) -> None:
                     assert not imported & set(blocked), header.file
 
 
+@pytest.mark.full
 def test_registering_needs_no_feature() -> None:
     """A vLLM process in which no module of a feature can be imported makes `blockfp8` known all the same."""
     blocked = [

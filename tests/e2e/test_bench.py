@@ -104,6 +104,7 @@ def test_prompts_to_compare_that_are_none(wrong: str):
         CliRunner().invoke(cli, ["bench", "rollout", f"--divergence={wrong}"], catch_exceptions=False)
 
 
+@pytest.mark.full
 def test_engines_whose_requests_are_followed_by_new_ones(tmp_path: Path):
     out = tmp_path / "steady.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "blockfp8", "--steady", "0.5"]

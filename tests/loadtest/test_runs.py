@@ -169,6 +169,7 @@ def test_an_open_loop_of_several_processes_keeps_its_timetable(trivial: Trivial,
     assert (code == 2) == bool(measured["invalid"])
 
 
+@pytest.mark.full
 def test_what_the_end_cuts_off_is_told_by_every_process(trivial: Trivial, tmp_path: Path) -> None:
     """With `--time` locust itself ends the others only after the report."""
     code, report, said = load_until(
@@ -214,7 +215,8 @@ def test_a_server_that_dies_in_mid_run(crashing: Trivial, tmp_path: Path) -> Non
     assert report["measured"]["e2e"]["count"] >= 1
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_rollout_steps_end_by_themselves(trivial: Trivial, tmp_path: Path, processes: int) -> None:
     most = 300
     code, report, said = load(
@@ -256,7 +258,11 @@ def refused(url: str, folder: Path, *more: str) -> str:
             "vocabulary: expected more than 10 token ids, found 5",
             marks=pytest.mark.full,
         ),
-        (("--update-every", "5"), "expected at least one for --update-every 5, found none"),
+        pytest.param(
+            ("--update-every", "5"),
+            "expected at least one for --update-every 5, found none",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_options_that_are_wrong_are_refused(
@@ -277,7 +283,7 @@ def test_nobody_there(unused_port: int, tmp_path: Path, more: tuple[str, ...]) -
     ("key", "more", "message"),
     [
         pytest.param(None, (), "FP8EXT_ADMIN_KEY is not set", marks=pytest.mark.full),
-        ("wrong", (), "the admin key is wrong"),
+        pytest.param("wrong", (), "the admin key is wrong", marks=pytest.mark.full),
         ("right", ("--checkpoints", "nosuch"), "found no *.safetensors in /"),
         pytest.param(
             "schlüssel",
@@ -304,6 +310,7 @@ def test_updates_that_can_not_be_made_are_refused_before_any_load(
     assert message in line
 
 
+@pytest.mark.full
 def test_a_key_of_the_model_routes_that_nobody_could_send_is_refused(
     trivial: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +348,7 @@ def fleeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_any_error_of_an_update_is_a_failed_update(
     fleeting: Path, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +418,7 @@ def test_a_process_that_has_refused_says_no_more_when_it_is_told_to_end() -> Non
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_a_run_in_which_nothing_succeeds_is_invalid_and_says_why(strict: Trivial, tmp_path: Path) -> None:
     code, report, said = load_until(
         lambda measured: measured["failed_requests"] > 0, strict, tmp_path, 5, "--users", "2"
@@ -503,6 +512,7 @@ def locust(url: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*line, *more], capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.full
 def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
     for seconds in (5, 30, 120):  # on a busy machine nothing may come in the first few
         done = locust(trivial.url, "--run-time", f"{seconds}s", "--output-tokens", "5")
@@ -512,7 +522,8 @@ def test_locust_alone_takes_the_file(trivial: Trivial) -> None:
     assert "time to first token" in done.stdout
 
 
-@pytest.mark.parametrize("traffic", ["rollout", pytest.param("poisson", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("traffic", ["rollout", "poisson"])
 def test_every_process_needs_a_user(trivial: Trivial, traffic: str) -> None:
     """Where one user of each sends; else a part of what is to be sent would wait for ever."""
     done = locust(trivial.url, "--processes", "2", "--traffic", traffic, "--rate", "5", "--run-time", "600s")

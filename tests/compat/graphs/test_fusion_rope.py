@@ -131,10 +131,12 @@ SCALES = {
 
 
 IN_FULL = {
-    *(("norms", "one scale"), ("no norms", "16 bits"), ("no norms", "a scale for each head")),
+    *(("norms", "one scale"), ("no norms", "16 bits"), ("no norms", "one scale")),
+    ("no norms", "a scale for each head"),
     *("read_twice", "by_rows"),
     *("part of a head", "places apart", "heads of another size", "a norm's weight apart", "other epsilons"),
     *("a norm's weight made in the graph", "one norm", "a norm of half a head", "a table apart"),
+    *("places made in the graph", "another table"),
 }
 """Cases that `make test` leaves out: the graph of each is compiled, which takes a second or two."""
 

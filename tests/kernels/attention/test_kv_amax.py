@@ -149,10 +149,14 @@ def assert_kernel_is_reference(device: str, steps: list[tuple[Triple, Tensor, Tr
     assert_same(tally.take(), expected.take())
 
 
-@given(steps())
-@settings(max_examples=30)
-def test_the_kernel_is_the_reference(device: str, steps: list[tuple[Triple, Tensor, Triple]]) -> None:
-    assert_kernel_is_reference(device, steps)
+@pytest.mark.parametrize("examples", [8, pytest.param(30, marks=pytest.mark.full)])
+def test_the_kernel_is_the_reference(device: str, examples: int) -> None:
+    @given(steps())
+    @settings(max_examples=examples)
+    def is_it(steps: list[tuple[Triple, Tensor, Triple]]) -> None:
+        assert_kernel_is_reference(device, steps)
+
+    is_it()
 
 
 @pytest.mark.parametrize("tokens", [95, 97, 300])

@@ -45,22 +45,38 @@ TILE_CONFIGS = [
     ExpertTileConfig(rows=128, alone=True, ahead=2),
     ExpertTileConfig(tokens=32, down_rows=128, alone=True),
 ]
+BOTH_WAYS = (TILE_CONFIGS[0], TILE_CONFIGS[3])
+"""Those of `make test` where one of each way, with experts together and alone, is enough: the interpreter takes seconds."""
+configs = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(one, marks=() if one in BOTH_WAYS else pytest.mark.full, id=str(one))
+        for one in TILE_CONFIGS
+    ],
+)
 
 
-@pytest.mark.parametrize("form", ["fp32", "pow2"])
-@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        pytest.param(*(one, form), marks=() if (form == "fp32" or one in BOTH_WAYS) else pytest.mark.full)
+        for one in TILE_CONFIGS
+        for form in ("fp32", "pow2")
+    ],
+    ids=str,
+)
 def test_every_tile_config(config: ExpertTileConfig, form: ScaleFormat, device: str) -> None:
     compare(3, SMALL, config, form, device)
 
 
-@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+@configs
 def test_more_tokens_of_an_expert_than_a_program_takes(config: ExpertTileConfig, device: str) -> None:
     tokens = (1 if config.alone else config.tokens) + 3
     of = torch.tensor([[1, 3]], dtype=torch.int32, device=device).repeat(tokens, 1)
     compare(tokens, SMALL, config, "fp32", device, of=of)
 
 
-@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+@configs
 def test_widths_that_are_no_multiples(config: ExpertTileConfig, device: str) -> None:
     compare(5, (200, 256, 3, 2), config, "fp32", device)
 
@@ -71,7 +87,7 @@ def test_other_activations(activation: str, device: str) -> None:
     compare(2, SMALL, ExpertTileConfig(rows=128), "fp32", device, activation=activation)
 
 
-@pytest.mark.parametrize("config", TILE_CONFIGS, ids=str)
+@configs
 def test_experts_of_another_rank_add_nothing(config: ExpertTileConfig, device: str) -> None:
     of = torch.tensor([[-1, 2], [0, -1], [-1, -1]], dtype=torch.int32, device=device)
     case = hard_cases.experts(3, *SMALL, device)
