@@ -55,6 +55,13 @@ def transpose_weight(codes_NK: Tensor, scales_NbKb: Tensor) -> tuple[Tensor, Ten
     return _transposed(codes_NK, scales_NbKb, codes_NK.shape[0], again=False, pow2=False)
 
 
+def transpose_codes(codes_MK: Tensor) -> Tensor:
+    """Transpose codes of either FP8 format, without scales: `[K, M]`."""
+    m, k = codes_MK.shape
+    one = torch.ones((), dtype=torch.float32, device=codes_MK.device).expand(blocks(m), blocks(k))
+    return _transposed(codes_MK, one, m, again=False, pow2=False)[0].view(codes_MK.dtype)
+
+
 def requantize_transposed(x: Quantized, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
     """Transpose activations, and quantize their values in blocks.
 

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 layers of a trainer on a Hopper GPU, against the same layer on the CPU."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from vllm_fp8ext.trainer.linear import BlockFp8Linear
-from vllm_fp8ext.trainer.recipes import BlockScaling
+from vllm_fp8ext.trainer.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from vllm_fp8ext.trainer.tensor_linear import TensorFp8Linear
 
 pytestmark = pytest.mark.gpu
+
+
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": CurrentScaling(),
+    "e4m3": CurrentScaling(formats="e4m3"),
+}
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -21,13 +31,22 @@ def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", [(300, 512, 384), (128, 192, 256), (77, 100, 200)], ids=str)
 def test_passes_are_those_of_the_cpu(gemm: Any, backward: Any, shape: tuple[int, int, int]) -> None:
     tokens, rows, columns = shape
-    torch.manual_seed(0)
     recipe = BlockScaling(backward=backward, gemm=gemm)
-    there = BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16)
-    here = BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16, device="cuda")
-    here.load_state_dict(there.state_dict())
-    x = torch.randn(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, rows, dtype=torch.bfloat16)
+    compare(BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16), tokens)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("tokens", [300, 77])
+def test_one_scale_per_tensor(recipe: CurrentScaling, tokens: int) -> None:
+    compare(TensorFp8Linear(208, 144, recipe=recipe, dtype=torch.bfloat16), tokens)
+
+
+def compare(there: nn.Linear, tokens: int) -> None:
+    """Hold a layer's output and gradients on the GPU to those of the CPU."""
+    torch.manual_seed(0)
+    here = copy.deepcopy(there).cuda()
+    x = torch.randn(tokens, there.in_features, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, there.out_features, dtype=torch.bfloat16)
     x_here = x.detach().cuda().requires_grad_()
     expected, out = there(x), here(x_here)
     assert relative(out.detach(), expected.detach()) < 4e-3, "one rounding to BF16"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vllm_fp8ext.kernels.gemm.linear import reference_linear
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.trainer import block_product
+from vllm_fp8ext.trainer import block_product, tensor_linear
 from vllm_fp8ext.trainer.block_product import multiply, quantize_blocks, quantize_rows, row_values
 from vllm_fp8ext.trainer.convert import DECAYS, ENCODERS, Recipe, convert
 from vllm_fp8ext.trainer.linear import BlockFp8Linear
@@ -306,6 +306,23 @@ def test_products_do_without_deep_gemm_only_if_allowed(noise: torch.Generator) -
     operands = quantize_rows(x, "fp32"), quantize_blocks(weight, "fp32")
     expected = reference.gemm(*operands[0], operands[1].codes, operands[1].scales)
     assert torch.equal(multiply(*operands, torch.float32), expected)
+
+
+@pytest.mark.parametrize("formats", ["hybrid", "e4m3"])
+def test_kernels_multiply_with_one_scale(
+    formats: Any, noise: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    layer = TensorFp8Linear(80, 48, recipe=CurrentScaling(formats=formats))
+    x = torch.randn(35, 80, generator=noise, requires_grad=True)
+    dy = torch.randn(35, 48, generator=noise)
+    results = []
+    for runs in (False, True):
+        monkeypatch.setattr(tensor_linear, "runs_kernels", lambda operand, runs=runs: runs)
+        out = layer(x)
+        results.append((out, *torch.autograd.grad(out, (x, layer.weight, layer.bias), dy)))
+    for found, wanted in zip(*results, strict=True):
+        assert relative(found, wanted.double()) < 1e-6
 
 
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2", "bf16"])

@@ -3,8 +3,8 @@
 
 With `s = fp8_max / amax / 2^margin`, `Q(x) = fp8(clamp(x s)) / s`. Forward `y = Q(x) Q(W)ᵀ + b`, backward `dx = Q(dy) Q(W)`
 and `dW = Q(dy)ᵀ Q(x)`. Delayed scaling takes `amax` from calls before: 0 or a value that is not finite leaves the scale as it
-was, and scales begin at 1. Source: Transformer Engine, `common/recipe` and `pytorch/fp8.py`. Operands are dequantized before
-a product: layers have the recipe's numerics, not its speed.
+was, and scales begin at 1. Source: Transformer Engine, `common/recipe` and `pytorch/fp8.py`. On a GPU codes are multiplied by
+`block_gemm`, with a block's scale that is the tensor's; on a CPU in fp32.
 """
 
 from typing import Any, Self
@@ -12,6 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from vllm_fp8ext.kernels.numerics.quantized import Quantized
+from vllm_fp8ext.kernels.numerics.reference import blocks
+from vllm_fp8ext.trainer.block_product import runs_kernels
 from vllm_fp8ext.trainer.recipe_linear import RecipeLinear
 from vllm_fp8ext.trainer.recipes import CurrentScaling, DelayedScaling
 
@@ -98,7 +101,7 @@ class _TensorProduct(torch.autograd.Function):
         dtype = layer.recipe.forward_dtype
         x, x_scale = layer.quantize(x_MK, 0, dtype)
         weight, weight_scale = layer.quantize(weight_NK, 1, dtype)
-        out = (x.float() @ weight.float().T / (x_scale * weight_scale)).to(x_MK.dtype)
+        out = _multiply(x, x_scale, weight, weight_scale, x_MK.dtype)
         ctx.save_for_backward(x, x_scale, weight, weight_scale)
         ctx.layer = layer
         ctx.dtypes = x_MK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype
@@ -111,8 +114,35 @@ class _TensorProduct(torch.autograd.Function):
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dy, dy_scale = ctx.layer.quantize(dy_MN, 2, ctx.layer.recipe.backward_dtype)
-        values = dy.float()
-        dx = (values @ weight.float() / (dy_scale * weight_scale)).to(dtype) if needs_x else None
-        dw = (values.T @ x.float() / (dy_scale * x_scale)).to(weight_dtype) if needs_weight else None
-        db = dy_MN.float().sum(0).to(bias_dtype) if needs_bias else None
+        dx = _multiply(dy, dy_scale, _transposed(weight), weight_scale, dtype) if needs_x else None
+        dw = (
+            _multiply(_transposed(dy), dy_scale, _transposed(x), x_scale, weight_dtype)
+            if needs_weight
+            else None
+        )
+        db = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_bias else None
         return dx, dw, db, None
+
+
+def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply codes `[M, K]` by codes `[N, K]`, and divide by both scales: `[M, N]` of a dtype."""
+    if not runs_kernels(x):
+        return (x.float() @ weight.float().T / (x_scale * weight_scale)).to(dtype)
+    from vllm_fp8ext.kernels.gemm.block_gemm import block_gemm
+
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    x_scales = x_scale.reciprocal().expand(tokens, blocks(columns))
+    return block_gemm(
+        Quantized(x, x_scales),
+        weight,
+        weight_scale.reciprocal().expand(blocks(rows), blocks(columns)),
+        dtype,
+    )
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    if not runs_kernels(codes):
+        return codes.T.contiguous()
+    from vllm_fp8ext.kernels.quantize.transpose_blocks import transpose_codes
+
+    return transpose_codes(codes)
