@@ -44,6 +44,7 @@ from vllm_fp8ext.compat.update import (
     cpu_conv,
     cpu_kv_rounding,
     encoder_layers,
+    ended_calls,
     engine_core,
     latent_cache,
     latent_weights,
@@ -66,7 +67,7 @@ def install_all() -> None:
         *(output_interval, packed_logprobs, merged_messages, flat_logprobs, flat_answers, weight_versions),
         *(decode_prefill_split, piecewise_capture_sizes, mixed_full_cudagraph, token_logprobs),
         *(decode_step_reuse, sampling_cudagraph, native_methods, cpu_conv, cpu_kv_rounding),
-        *(latent_weights, latent_cache, json_responses, latency_histogram),
+        *(latent_weights, latent_cache, json_responses, latency_histogram, ended_calls),
     ):
         module.install()
     beam_versions.install_offline()

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_fp8ext.compat.features import is_available, reason_missing, tell
 from vllm_fp8ext.compat.speed import serving_speed
-from vllm_fp8ext.compat.update import api_processes, data_parallel
+from vllm_fp8ext.compat.update import api_processes, data_parallel, ended_calls
 from vllm_fp8ext.compat.update.drafts import unsupported_drafts
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import METHOD, Settings
@@ -59,6 +59,7 @@ def _wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., An
             _configure_transfer(config)
             serving_speed.install(settings.serving)
             api_processes.install(config, settings.spool_dir)
+            ended_calls.install()
             if current_platform.is_cuda():
                 _configure_graphs(config, self, settings)
         return config
