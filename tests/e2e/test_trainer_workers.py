@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 def test_a_trainers_own_worker_updates_the_engine(
     name: str, ranks: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Three updates; then one that is refused, and one more."""
+    """Three updates; then one that is refused, and one more. A trainer that dies in an update leaves what was served."""
     if not (TRAINERS / PACKAGES[name]).is_dir():
         pytest.skip(f"needs {name}: scripts/setup_env.py --beside")
     folder = tmp_path_factory.mktemp(f"{name}-{ranks}")
@@ -42,3 +42,9 @@ def test_a_trainers_own_worker_updates_the_engine(
     assert "non-finite" in facts["refused"]
     assert facts["untouched"]
     assert facts["afterwards"]
+    if name in ("openrlhf", "skyrl"):
+        assert facts["stayed"]
+        assert facts["began anew"]
+    elif ranks > 1:  # the workers wait in a call of the trainer's: the engine ends, and serves nothing more
+        assert facts["killed"] == "-9 EngineDeadError"
+        assert "(native_update_seconds): this worker ends" in (folder / "log").read_text()

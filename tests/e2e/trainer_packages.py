@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 TRAINERS = Path(sys.prefix) / "trainers"
 """Where they lie, out of sight of vLLM."""
+VERL = ("verl", "verl.utils", "verl.workers", "verl.workers.rollout", "verl.workers.rollout.vllm_rollout")
+"""Packages of veRL's worker extension and of its sender."""
 
 
 def find(*packages: str) -> None:

@@ -4,15 +4,16 @@
 Takes a file for what it saw, as JSON, the trainer's name, and the number of ranks.
 """
 
-import asyncio
 import base64
 import contextlib
 import json
 import os
 import pickle
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ os.environ.setdefault("VERL_RAY_JOB_ID", str(os.getpid()))  # processes of the e
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import zmq
+import trainer_senders
 from llm_scenario import OPTIONS, sample
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -41,6 +42,8 @@ Update = Callable[[LLM, Tensors], Any]
 RANKS = int(sys.argv[3])
 FOLDER = Path(sys.argv[1]).parent
 GPU = torch.cuda.is_available()
+PATIENCE_SECONDS = 30.0
+"""How long a call waits for a trainer that may have died."""
 
 
 def beside(call: Callable[[], Any], *senders: Callable[[], Any]) -> None:
@@ -53,31 +56,12 @@ def beside(call: Callable[[], Any], *senders: Callable[[], Any]) -> None:
 
 
 def verl(llm: LLM, tensors: Tensors) -> None:
-    import verl_worker  # noqa: F401
-    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
+    beside(lambda: verl_call(llm), *(partial(trainer_senders.verl, tensors, rank) for rank in range(RANKS)))
 
-    async def items(weights: Any) -> Any:
-        for each in weights:
-            yield each
 
-    sys.modules["verl.workers.rollout.utils"] = type(sys)("verl.workers.rollout.utils")
-    sys.modules["verl.workers.rollout.utils"].ensure_async_iterator = items  # type: ignore[attr-defined]  # needs Ray
-
-    def sender(rank: int) -> Callable[[], None]:
-        job = os.environ["VERL_RAY_JOB_ID"]
-        where = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-{rank}.sock"
-        made = transfer.BucketedWeightSender(where, bucket_size_mb=1, use_shm=not GPU)
-
-        def send() -> None:
-            torch.cuda.set_device(rank) if GPU else None
-            asyncio.run(made.async_send_weights(iter(tensors)))
-
-        return send
-
+def verl_call(llm: LLM) -> None:
     call = {"peft_config": None, "base_sync_done": False, "use_shm": not GPU}
-    beside(
-        lambda: llm.collective_rpc("update_weights_from_ipc", kwargs=call), *(sender(n) for n in range(RANKS))
-    )
+    llm.collective_rpc("update_weights_from_ipc", kwargs=call)
 
 
 def openrlhf(llm: LLM, tensors: Tensors) -> None:
@@ -99,7 +83,7 @@ def openrlhf(llm: LLM, tensors: Tensors) -> None:
     llm.collective_rpc("leave", args=(str(path),)) if RANKS == 1 and not GPU else None
 
 
-def skyrl(llm: LLM, tensors: Tensors) -> None:
+def skyrl(llm: LLM, tensors: Tensors, *, dies: bool = False) -> None:
     llm.collective_rpc("skyrl_start_weight_update", kwargs={"is_checkpoint_format": True})
     try:
         for number, bucket in enumerate(buckets(tensors, 3)):
@@ -115,6 +99,8 @@ def skyrl(llm: LLM, tensors: Tensors) -> None:
             handles = pickle.dumps({name: handle for name, (_, handle) in kept.items()})
             info["ipc_handles_pickled"] = base64.b64encode(handles).decode()
             llm.collective_rpc("update_weights_ipc", kwargs={"update_info": info})
+            if dies:
+                return
     except Exception:
         with contextlib.suppress(Exception):  # the workers wait for it, and it says once more why
             llm.collective_rpc("skyrl_finish_weight_update")
@@ -123,43 +109,15 @@ def skyrl(llm: LLM, tensors: Tensors) -> None:
 
 
 def checkpoint_engine(llm: LLM, tensors: Tensors) -> None:
-    def laid_out(bucket: Tensors) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        start = 0
-        for name, tensor in bucket:
-            yield {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": start}, tensor
-            start += -(-tensor.nbytes // 256) * 256
+    parts, size = trainer_senders.parts_of(tensors)
+    senders = [partial(trainer_senders.checkpoint_engine, parts, size, rank, FOLDER) for rank in range(RANKS)]
+    beside(lambda: checkpoint_engine_call(llm), *senders)
 
-    parts = [list(laid_out(bucket)) for bucket in buckets(tensors, 3)]
-    size = max(spec["offset"] + tensor.nbytes for part in parts for spec, tensor in part)
 
-    def sender(rank: int) -> Callable[[], None]:
-        socket = zmq.Context.instance().socket(zmq.REQ)
-        socket.bind(f"ipc://{FOLDER}/engine-{rank}")
-
-        def say(message: Any) -> None:
-            socket.send_pyobj(message)
-            answer = socket.recv()
-            assert answer == b"", answer.decode()
-
-        def send() -> None:
-            buffer, handle = shared(FOLDER / f"buffer-{rank}", torch.zeros(size, dtype=torch.uint8), rank)
-            say(handle)
-            for part in parts:
-                for spec, tensor in part:
-                    place = buffer[spec["offset"] : spec["offset"] + tensor.nbytes]
-                    place.copy_(tensor.reshape(-1).view(torch.uint8))
-                torch.cuda.synchronize(rank) if GPU else None
-                say([spec for spec, _ in part])
-            say(None)
-            say(None)
-            socket.close()
-
-        return send
-
+def checkpoint_engine_call(llm: LLM) -> None:
     name = current_platform.get_device_uuid if GPU else lambda rank: f"{DEVICE}-{rank}"
     where = {name(rank): f"ipc://{FOLDER}/engine-{rank}" for rank in range(RANKS)}
-    senders = [sender(rank) for rank in range(RANKS)]
-    beside(lambda: llm.collective_rpc("update_weights_from_ipc", args=(where,)), *senders)
+    llm.collective_rpc("update_weights_from_ipc", args=(where,))
 
 
 WORKERS: dict[str, tuple[Update, str, dict[str, Any]]] = {
@@ -182,11 +140,44 @@ WORKERS: dict[str, tuple[Update, str, dict[str, Any]]] = {
 }
 
 
+def dies_between_calls(llm: LLM, name: str, tensors: Tensors) -> None:
+    """Bring a part of an update by calls that return; then the trainer is no more.
+
+    SkyRL's worker begins no update before somebody ends the one that it knows of.
+    """
+    if name == "skyrl":
+        skyrl(llm, tensors, dies=True)
+        with contextlib.suppress(Exception):  # tensors are missing
+            llm.collective_rpc("skyrl_finish_weight_update")
+    else:
+        openrlhf(llm, tensors[: len(tensors) // 2])
+
+
+def dies_in_a_call(llm: LLM, name: str) -> str | None:
+    """Have a trainer's process killed, in which a call on all workers waits for it. Returns how the call failed."""
+    line = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).parent / "trainer_senders.py"),
+        name,
+        str(RANKS),
+        str(FOLDER),
+    ]
+    trainer = subprocess.Popen(line)
+    try:
+        {"verl": verl_call, "checkpoint_engine": checkpoint_engine_call}[name](llm)
+    except Exception as error:
+        return f"{trainer.wait(60)} {type(error).__name__}"
+    return None
+
+
 def main(out: Path, name: str) -> None:
     update, extension, options = WORKERS[name]
     if RANKS > 1:
         options |= {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(RANKS)))
+    if RANKS > 1 and name in ("verl", "checkpoint_engine"):
+        options["additional_config"] = {"fp8ext": {"native_update_seconds": PATIENCE_SECONDS}}
     llm = LLM(**OPTIONS, **options, worker_extension_cls=extension)
     facts: dict[str, Any] = {"updates": []}
     with embedded_blocking(llm) as weights:
@@ -217,6 +208,13 @@ def main(out: Path, name: str) -> None:
             weights.abandon(weights.weights().update) if weights.weights().update else None
         update(llm, list(stored(EARLY)))
         facts["afterwards"] = weights.digests().digests == checkpoint_digests(EARLY, manifest)
+        if name in ("openrlhf", "skyrl"):
+            dies_between_calls(llm, name, list(stored(LATE)))
+            facts["stayed"] = weights.digests().digests == checkpoint_digests(EARLY, manifest)
+            update(llm, list(stored(LATE)))
+            facts["began anew"] = weights.digests().digests == checkpoint_digests(LATE, manifest)
+        elif RANKS > 1:
+            facts["killed"] = dies_in_a_call(llm, name)
     out.write_text(json.dumps(facts))
 
 
