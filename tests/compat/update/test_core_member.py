@@ -168,6 +168,21 @@ def test_a_request_that_must_wait_wakes_every_rank(core: Core, member: CoreMembe
     assert core.woken == [], "vLLM does that by itself"
 
 
+def test_steps_in_flight_end_before_any_rank_can_exchange(core: Core, member: CoreMember) -> None:
+    """Of a mixture of experts: each token of a step goes through experts of other ranks, which swap when all have stopped."""
+    in_flight = [{0: "tokens of one"}, {0: "tokens of another"}]
+    core.batch_queue = in_flight
+    core.step_with_batch_queue = lambda: (in_flight.pop(0), True)
+    core.post_step = lambda executed: None
+    member.stop()
+    assert len(in_flight) == (0 if core.in_step else 2)
+    member.drain()
+    assert [core.output_queue.get_nowait() for _ in range(2)] == [
+        (0, "tokens of one"),
+        (0, "tokens of another"),
+    ]
+
+
 def test_where_vllm_has_paused_all_ranks_nobody_is_woken(core: Core, member: CoreMember) -> None:
     core.ignore_start_dp_wave = True
     member.stop()

@@ -79,12 +79,17 @@ class CoreMember(CoreAccess):
         """Do nothing: the answer says what the core is like."""
 
     def stop(self) -> None:
-        """Begin no step of requests until `resume`; those in flight go on."""
+        """Begin no step of requests until `resume`; those in flight go on.
+
+        Cores that step together finish these first: the experts of a rank that exchanges early are of another epoch.
+        """
         if self._before is None:
             self._before = self.pause_state()
         self._core.scheduler.set_pause_state = self._wishes.append
         self._set_pause_state(PauseState.PAUSED_ALL)
         self._meet_others()
+        if self._in_step:
+            self.drain()
 
     def admit_no_more(self) -> None:
         """Go on with the requests that run, unless others pause the core; new ones wait until `resume`."""
