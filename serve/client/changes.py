@@ -21,21 +21,31 @@ def changed_slices(
 
     `manifest`: of the server (`Client.manifest`). `before`: the weights that it serves. Both are whole tensors of the same
     names, shapes and dtypes. Of a quantized tensor that is every block row of 128 rows, as a rank serves it, in which any
-    bit differs: the scale of a block is of all of its values. Of another one it is the whole tensor. Nothing is copied.
+    bit differs: the scale of a block is of all of its values. Of another one it is the whole tensor, and so of an embedding
+    and the output layer that is served as it: both, where either differs. Nothing is copied.
 
     Raises:
-        ValueError: a tensor that the server does not take, or that is of another shape or dtype than before.
+        ValueError: a tensor that the server does not take, or that is of another shape or dtype than before; two names of one
+            tensor.
     """
     taken = Manifest.from_dict(manifest)
-    names = {taken.canonical(name): name for name in after}
+    names: dict[str, str] = {}
+    for name in after:
+        known = names.setdefault(taken.canonical(name), name)
+        if known != name:
+            raise ValueError(f"tensor {name}: expected each tensor once, found {known}, which names it too")
     rows = {known: _changed_rows(name, before.get(name), after[name]) for known, name in names.items()}
+    changed = {known for known, theirs in rows.items() if theirs.any()}
+    shared = {*taken.tied, *taken.tied.values()}
+    for pair in taken.tied.items():
+        changed |= set(pair) if changed.intersection(pair) else set()
     boxes: dict[str, list[Box]] = defaultdict(list)
-    for known, changed in rows.items():
-        if known not in taken.tensors and not taken.ignores(known) and known not in taken.tied:
-            raise ValueError(f"tensor {names[known]}: expected one of the manifest's, found another one")
-        whole = known in taken.tied or known in taken.tied.values() or not _is_cut(taken, known)
-        if known in taken.tensors and whole and changed.any():
-            boxes[known] = [tuple((0, size) for size in taken.tensors[known].shape)]
+    for known, name in names.items():
+        spec = taken.tensors.get(taken.tied.get(known, known))
+        if spec is None and not taken.ignores(known):
+            raise ValueError(f"tensor {name}: expected one of the manifest's, found another one")
+        if spec is not None and known in changed and (known in shared or not _is_cut(taken, known)):
+            boxes[known] = [tuple((0, size) for size in spec.shape)]
     for pieces in taken.by_target.values():
         cut = [(known, piece) for known, piece in pieces if _is_cut(taken, known)]
         for known, box in _boxes(cut, rows):
@@ -44,7 +54,7 @@ def changed_slices(
         (known, slice_name)
         for known, theirs in boxes.items()
         if known in names
-        for slice_name in slices_to_send(known, taken.tensors[known].shape, _joined(theirs))
+        for slice_name in slices_to_send(known, taken.shape_of(known) or (), _joined(theirs))
     )
     return {name: _sliced(after[names[known]], name) for known, name in slices}
 

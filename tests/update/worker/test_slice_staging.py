@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices in any order against whole tensors: every rank holds the same bytes."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -268,3 +269,23 @@ def test_what_is_no_version_of_the_served_weights_is_refused() -> None:
     stranger = {"stranger": torch.ones(2)}
     with pytest.raises(ValueError, match="tensor stranger: expected one of the manifest's"):
         changed_slices(shown, stranger, stranger)
+
+
+def test_an_output_layer_that_is_the_embedding_is_sent_where_either_changed() -> None:
+    """The server compares both: what differs in one of them is refused there, and not lost here."""
+    shown = replace(MANIFEST, tied={"head": "embed"}).as_dict()
+    old, new = WEIGHTS["embed"], WEIGHTS["embed"] + 1
+    assert changed_slices(shown, {"head": old, "embed": old}, {"head": old, "embed": old}) == {}
+    assert set(changed_slices(shown, {"head": old}, {"head": new})) == {"head"}
+    before = {"head": old, "embed": old}
+    for after in ({"head": new, "embed": new}, {"head": new, "embed": old}, {"head": old, "embed": new}):
+        sent = changed_slices(shown, before, after)
+        assert sent.keys() == after.keys()
+        assert all(sent[name] is after[name] for name in after)
+
+
+def test_two_names_of_one_tensor_are_refused() -> None:
+    shown = replace(MANIFEST, aliases={"other": "norm"}).as_dict()
+    twice = {"norm": WEIGHTS["norm"], "other": WEIGHTS["norm"]}
+    with pytest.raises(ValueError, match="tensor other: expected each tensor once, found norm"):
+        changed_slices(shown, twice, twice)
