@@ -266,6 +266,7 @@ def test_another_name_stands_for_the_manifests() -> None:
         "q",
         "stranger",
     ]
+    assert known.canonical("model.q[0:128,0:64]_scale_inv") == "q[0:128,0:64]_scale_inv", "of a slice's codes"
     assert known.takes_codes("model.q") == known.takes_codes("q")
     assert known.dtype_of("model.q") == torch.bfloat16
     assert known.shape_of("out") == (64,)

@@ -150,8 +150,7 @@ class Manifest:
             return slice_name(self.canonical(part.tensor), part.box)
         known = self.aliases.get(name)
         if known is None and name.endswith(SCALES):
-            weight = self.aliases.get(name.removesuffix(SCALES))
-            known = weight and scale_name(weight)
+            known = scale_name(self.canonical(name.removesuffix(SCALES)))
         return known or name
 
     def unwrapped(self, name: str) -> str:
