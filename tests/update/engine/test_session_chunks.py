@@ -234,6 +234,17 @@ def test_a_slice_does_not_pass_the_claim_of_its_tensor() -> None:
     assert (error.kind, error.details["problems"][0]["expected"]) == ("wrong-form", "w")
 
 
+@pytest.mark.parametrize("other", ["w", "w[0:4,0:2]", "w[1:2,0:2]"])
+def test_other_slices_do_not_pass_the_claim_of_one(other: str) -> None:
+    session = of_slices(claims={"w[0:2,0:2]": Claim(sha256="0" * 64)})
+    part = parsed_slice(other)
+    brought = [TensorSpec(other, extents(part.box) if part else (4, 2), "bfloat16")]
+    error = refused(lambda: session.receive("0", brought, 10))
+    assert (error.kind, error.details["problems"][0]["expected"]) == ("wrong-form", "w[0:2,0:2]")
+    sliced(session, "0", "w[2:4,0:2]")
+    sliced(session, "1", "w[0:2,0:2]")
+
+
 def sparse() -> Session:
     return of_slices(partial=True, sparse=True, base_epoch=0)
 

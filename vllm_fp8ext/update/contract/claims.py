@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_fp8ext.update.contract.fused import ExpertLayout
 from vllm_fp8ext.update.contract.manifest import CODES_DTYPE, DTYPES, SCALES, Manifest, TensorSpec
-from vllm_fp8ext.update.contract.tensor_slices import tensor_of
+from vllm_fp8ext.update.contract.tensor_slices import overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,18 @@ def claim_problems(
     claims: Mapping[str, Claim], specs: Iterable[TensorSpec], manifest: Manifest
 ) -> list[dict[str, Any]]:
     """Report tensors of a chunk that differ from what was claimed of them. They may also come in a form in which a claimed
-    SHA-256 can't be checked: an expert's matrices fused, or one by one."""
+    SHA-256 can't be checked: an expert's matrices fused, or one by one, or other slices of a tensor."""
     problems: list[dict[str, Any]] = []
-    for spec in specs if claims else ():
+    specs = list(specs) if claims else []
+    hashed = [name for name, claim in claims.items() if claim.sha256]
+    shared = overlapping((spec.name for spec in specs), hashed) if hashed else {}
+    for spec in specs:
         claim = claims.get(spec.name, Claim())
         if claim.shape is not None and claim.shape != spec.shape:
             problems.append(_problem("wrong-shape", spec.name, list(claim.shape), list(spec.shape)))
         if claim.dtype is not None and claim.dtype != spec.dtype:
             problems.append(_problem("wrong-dtype", spec.name, claim.dtype, spec.dtype))
-        whole = tensor_of(spec.name)
-        for form in (*manifest.other_forms(spec.name), *([whole] if whole != spec.name else ())):
+        for form in (*manifest.other_forms(spec.name), *([shared[spec.name]] if spec.name in shared else ())):
             if form in claims and claims[form].sha256:
                 names = {"expected": form, "found": spec.name}
                 problems.append({"kind": "wrong-form", "tensor": spec.name, **names})
