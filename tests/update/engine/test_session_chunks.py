@@ -282,9 +282,32 @@ def test_a_sparse_update_of_half_a_block_is_refused_by_name() -> None:
     session.check(0)
 
 
+def test_rows_that_come_again_in_other_slices_count_once() -> None:
+    """Half a block is no whole one, however often it came; and a whole one is, whatever came before it."""
+    one = ShardSlice(0, "t", (4, 2), ((0, 4), (0, 2)), (0, 0), True, "bfloat16")
+    manifest = Manifest({"w": TensorSpec("w", (4, 2), "bfloat16")}, frozenset(), {"w": (one,)}, "fp32", 1)
+    session = replace(sparse(), manifest=manifest)
+    sliced(session, "0", "w[0:2,0:2]")
+    sliced(session, "0", "w[0:1,0:2]")
+    sliced(session, "1", "w[1:2,0:2]")
+    assert refused(lambda: session.check(0)).details["missing"] == ["w[0:4,0:2]"]
+    sliced(session, "1")
+    sliced(session, "0", "w[0:4,0:2]")
+    session.check(0)
+
+
 def test_a_tensor_that_was_announced_comes_whole_in_a_sparse_update_too() -> None:
     session = of_slices(partial=True, sparse=True, base_epoch=0, claims={"v": Claim()})
     sliced(session, "0", "w[0:2,0:2]")
     assert session.missing() == {"v"}
     sliced(session, "1", "v")
+    session.check(0)
+
+
+def test_a_slice_that_was_announced_comes_in_a_sparse_update() -> None:
+    session = of_slices(partial=True, sparse=True, base_epoch=0, claims={"w[0:2,0:2]": Claim()})
+    sliced(session, "0", "v", "w[2:4,0:2]")
+    assert session.missing() == {"w"}
+    assert refused(lambda: session.check(0)).details["missing"] == ["w[0:2,0:2]"]
+    sliced(session, "1", "w[0:2,0:2]")
     session.check(0)

@@ -322,6 +322,7 @@ class Manifest:
         """Return the slices that these lack to fill whole blocks of each parameter.
 
         The scale of a block is of all of its values. Some of it may come with another tensor, beside it in a fused layer.
+        `names` share no elements.
         """
         begun: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
         for name in names:

@@ -292,7 +292,8 @@ class Session:
         return missing | ((refused | self.claims.keys()) & tied) - staged
 
     def _require_whole_blocks(self) -> None:
-        lacking = self.manifest.lacking_in_blocks(self.brought)
+        staged = (chunk.names for chunk in self.chunks.values() if chunk.staged)  # they share no elements
+        lacking = self.manifest.lacking_in_blocks(name for names in staged for name in names)
         if lacking:
             raise incomplete(lacking, len(self.required()), [], "a sparse update of whole blocks")
 
@@ -301,11 +302,14 @@ class Session:
         return set(self.manifest.parts(name for name in self.claims if parsed_slice(name) is None))
 
     def _unstaged(self) -> list[str]:
-        """Return what a sparse update has brought and that must come again: it was refused, or replaced."""
+        """Return what a sparse update must still bring: slices that were announced, and what was refused, or replaced."""
         staged = [chunk for chunk in self.chunks.values() if chunk.staged]
         names = frozenset[str]().union(*(chunk.names for chunk in staged))
         boxes = by_tensor(chunk.boxes for chunk in staged)
-        slices = [(name, parsed_slice(name)) for name in self.brought - names]
+        announced = {
+            name for name in self.claims if parsed_slice(name) and tensor_of(name) in self.manifest.pieces
+        }
+        slices = [(name, parsed_slice(name)) for name in (self.brought | announced) - names]
         return sorted(
             name
             for name, part in slices
