@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_fp8ext.kernels.attention.position_sections import PositionSections
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 from vllm_fp8ext.kernels.numerics.triton_numerics import encoded, rounded
 from vllm_fp8ext.kernels.runtime.launch import TritonLauncher
@@ -37,12 +38,19 @@ def norm_rope_reference(
     q_scale: Tensor | None,
     heads: int,
     kv_heads: int,
+    sections: PositionSections | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what the kernel does: vLLM's RMSNorm (`vllm/ir/ops/layernorm.py`: fp32, rounded before the weight and after
     it), its rotary embedding with halves (`RotaryEmbedding.forward_static`, Neox style) in fp32, rounded once, and its
-    `QuantFP8` with a given scale (times the reciprocal, clamped). Returns queries `[M, H, D]` and keys `[M, G, D]`."""
+    `QuantFP8` with a given scale (times the reciprocal, clamped). With `sections` positions are `[3, M]`, and each column is
+    turned by its own, as `MRotaryEmbedding.forward_native` does. Returns queries `[M, H, D]` and keys `[M, G, D]`."""
     size = cos_sin_PD.shape[1]
-    cos_M1D, sin_M1D = cos_sin_PD[positions_M].float().unsqueeze(1).chunk(2, dim=-1)
+    if sections is None:
+        rows_MD = cos_sin_PD[positions_M]
+    else:
+        columns = torch.arange(size, device=cos_sin_PD.device)
+        rows_MD = cos_sin_PD[positions_M[sections.axes() * 2].T, columns]
+    cos_M1D, sin_M1D = rows_MD.float().unsqueeze(1).chunk(2, dim=-1)
     queries, keys, _ = qkv_MN.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
 
     def turned(part: Tensor, weight_D: Tensor | None) -> Tensor:
@@ -73,6 +81,7 @@ def _norm_rope(
     key_MGD,
     row,
     cos_sin_row,
+    position_row,
     epsilon,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -82,15 +91,28 @@ def _norm_rope(
     SCALES: tl.constexpr,
     HARDWARE: tl.constexpr,
     EARLY: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """One program, `HEADS` heads of one token, of the queries' and then the keys'. `SCALES` of the queries: none, one, or one
-    for each KV head."""
+    for each KV head. `HEIGHT` and `WIDTH` of the columns that turn by these positions: both 0 where a token has one."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF)
     of_query = heads < H
     # nothing that a step's kernels write: positions come with the step, the others with the model
     place = tl.load(positions_M + token).to(tl.int64)
+    if HEIGHT + WIDTH > 0:
+        if INTERLEAVED:
+            of_height = (half % 3 == 1) & (half < 3 * HEIGHT)
+            of_width = (half % 3 == 2) & (half < 3 * WIDTH)
+        else:
+            of_width = half >= HALF - WIDTH
+            of_height = (half >= HALF - WIDTH - HEIGHT) & (half < HALF - WIDTH)
+        height = tl.load(positions_M + position_row + token).to(tl.int64)
+        width = tl.load(positions_M + 2 * position_row + token).to(tl.int64)
+        place = tl.where(of_width, width, tl.where(of_height, height, place))
     cos = tl.load(cos_sin_PD + place * cos_sin_row + half).to(tl.float32)[None, :]
     sin = tl.load(cos_sin_PD + place * cos_sin_row + HALF + half).to(tl.float32)[None, :]
     if NORM:
@@ -142,13 +164,15 @@ def norm_rope(
     q_scale: Tensor | None,
     heads: int,
     kv_heads: int,
+    sections: PositionSections | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return queries `[M, H, D]` and keys `[M, G, D]`.
 
     Queries are E4M3 with a `q_scale`: fp32, one or one for each KV head.
 
     `qkv_MN`: BF16 or FP16, columns contiguous, heads of the queries, the keys, the values. `cos_sin_PD`: cosines, then sines,
-    D a power of two; a position that is not in it is not looked for. All else is contiguous.
+    D a power of two; a position that is not in it is not looked for. `positions_M`: with `sections` it is `[3, M]`, rows
+    contiguous. All else is contiguous.
 
     In a step all kernels from the first layer's on may begin before those ahead have ended. So what is read here before the
     wait, all but `qkv_MN`, must have been there before the step, not only before the kernel ahead.
@@ -160,17 +184,20 @@ def norm_rope(
     if m:
         none = cos_sin_PD  # stands for what there is not
         q_norm, k_norm, epsilon = (none, none, 0.0) if norms is None else norms
+        position_row, by_axis = 0, (0, 0, False)
+        if sections is not None:
+            position_row, by_axis = positions_M.stride(0), sections[1:]
         _launch(
             (m, -(-(heads + kv_heads) // HEADS), 1),
             (
                 *(qkv_MN, positions_M, cos_sin_PD, q_norm, k_norm, none if q_scale is None else q_scale),
                 *(query if q_scale is None else query.view(torch.uint8), key),
             ),
-            (qkv_MN.stride(0), cos_sin_PD.stride(0)),
+            (qkv_MN.stride(0), cos_sin_PD.stride(0), position_row),
             (epsilon,),
             (
                 *(heads, kv_heads, size // 2, HEADS, norms is not None),
-                *(0 if q_scale is None else q_scale.numel(), early, early),
+                *(0 if q_scale is None else q_scale.numel(), early, early, *by_axis),
             ),
             4,
         )

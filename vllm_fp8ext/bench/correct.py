@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_fp8ext.errors import ConfigError
 from vllm_fp8ext.kernels.attention import norm_rope
 from vllm_fp8ext.kernels.attention.kv_amax import AmaxTally, kv_amax_reference
+from vllm_fp8ext.kernels.attention.position_sections import PositionSections
 from vllm_fp8ext.kernels.attention.rescale_kv import CachedLayer, rescale_kv, rescale_kv_reference
 from vllm_fp8ext.kernels.gemm import decode_gemm, decode_gemm_configs, decode_gemm_triton
 from vllm_fp8ext.kernels.gemm.decode_gemm_configs import TileConfig
@@ -72,7 +73,10 @@ def _checks() -> list[tuple[str, Callable[[], Verdict]]]:
         checks.append((f"rmsnorm {form} {m}x{k}", partial(rmsnorm, form, m, k)))
         for activated in gated_quantize.ACTIVATIONS:
             checks.append((f"{activated}_mul {form} {m}x{k}", partial(gated, activated, form, m, k)))
-    checks += [(f"norm_rope {m}", partial(turned, m)) for m in (1, 7, 300)]
+    for m in (1, 7, 300):
+        checks.append((f"norm_rope {m}", partial(turned, m)))
+        for sections in (PositionSections(16, 24, 24, False), PositionSections(24, 20, 20, True)):
+            checks.append((f"norm_rope {m} {sections}", partial(turned, m, sections)))
     for case in ((1, 4096, 4096, 4), (33, 200, 1040, 2), (64, 4096, 12288, 1)):
         checks.append((f"triton {case}", partial(triton, *case)))
     for config, (m, n, k, bias) in itertools.product(kernel_cases.TILE_CONFIGS, kernel_cases.DECODE_SHAPES):
@@ -142,11 +146,15 @@ def gated(name: Activation, form: ScaleFormat, m: int, k: int) -> Verdict:
     return nearly(quantized, gated_quantize.gated_quantize_reference(gate_up, name, form))
 
 
-def turned(m: int) -> Verdict:
-    """Queries and keys of a layer, normed, turned, the former quantized."""
+def turned(m: int, sections: PositionSections | None = None) -> Verdict:
+    """Queries and keys of a layer, normed, turned, the former quantized. With `sections` a token has three positions."""
     heads, kv_heads = kernel_cases.Q_HEADS, kernel_cases.KV_HEADS
     qkv = kernel_cases.activations(m, (heads + 2 * kv_heads) * kernel_cases.HEAD_DIM, "cuda")
-    arguments = (qkv, *kernel_cases.rotary(m, "cuda"), heads, kv_heads)
+    positions, *rest = kernel_cases.rotary(m, "cuda")
+    if sections is not None:
+        noise = torch.Generator("cuda").manual_seed(m)
+        positions = torch.randint(4096, (3, m + 1), generator=noise, device="cuda")[:, :m]
+    arguments = (qkv, positions, *rest, heads, kv_heads, sections)
     return alike(norm_rope.norm_rope(*arguments), norm_rope.norm_rope_reference(*arguments))
 
 

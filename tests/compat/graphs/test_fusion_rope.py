@@ -15,6 +15,8 @@ from torch import Tensor, fx
 pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from vllm_fp8ext.kernels.testing.kernel_cases import same
+
 M, H, G, D = 5, 8, 2, 128
 EPSILON = 1e-6
 
@@ -42,22 +44,30 @@ def model(
     variance: int | None = None,
     factor: float | None = None,
     apart: str = "",
+    sections: tuple[int, int, int] | None = None,
+    interleaved: bool = False,
 ) -> Model:
-    """`apart`: an input whose values do not lie side by side."""
+    """`apart`: an input whose values do not lie side by side. `sections`: of the columns that a token's three positions turn,
+    as vLLM's multimodal models have it."""
     import vllm.ir.ops  # noqa: F401  its operators
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
     rotary = rotary or size
     with set_current_vllm_config(VllmConfig()):
         table = RotaryEmbedding(size, rotary, 64, 1e4, neox, torch.bfloat16).cos_sin_cache
+        if sections is not None:
+            turn = MRotaryEmbedding(size, rotary, 64, 1e4, neox, torch.bfloat16, list(sections), interleaved)
         one = scale is None or scale.numel() == 1
         quantize = QuantFP8(
             static=True, group_shape=GroupShape.PER_TENSOR if one else GroupShape(-1, H // G * size)
         )
     noise = torch.Generator().manual_seed(0)
     positions = torch.randint(60, (M,), generator=noise)
+    if sections is not None:  # rows of a wider buffer, as vLLM has them
+        positions = torch.randint(60, (3, M + 8), generator=noise)[:, :M]
     norms = (torch.randn(H + G, size, generator=noise) * 0.2 + 1).bfloat16()
     named = {
         "qkv": torch.randn(M, (H + 2 * G) * size, generator=noise).bfloat16(),
@@ -84,7 +94,10 @@ def model(
         key = normalized("key", key, k_norm, epsilons[1])
         places = positions + 1 if shifted else positions
         table = table if factor is None else table * factor
-        query, key = RotaryEmbedding.forward_static(places, query, key, size, rotary, table, neox)
+        if sections is None:
+            query, key = RotaryEmbedding.forward_static(places, query, key, size, rotary, table, neox)
+        else:
+            query, key = turn.forward_native(places, query, key)
         plain = query
         if scales:
             query, _ = quantize.forward_native(query.view(-1, size) if by_rows else query, scales[0])
@@ -118,7 +131,7 @@ def joined(layer: Model, *, wanted: bool = True) -> tuple[int, Any]:
 
     torch._dynamo.reset()
     for tokens in layer.inputs[:2]:
-        torch._dynamo.mark_dynamic(tokens, 0)
+        torch._dynamo.mark_dynamic(tokens, 0 if tokens is layer.inputs[0] else tokens.dim() - 1)
     result = torch.compile(layer.heads, fullgraph=True, backend=backend)(*layer.inputs)
     return sum(counts), result
 
@@ -135,6 +148,7 @@ IN_FULL = {
     ("no norms", "a scale for each head"),
     *("read_twice", "by_rows"),
     *("part of a head", "places apart", "heads of another size", "a norm's weight apart", "other epsilons"),
+    *("Qwen2.5-VL", "three positions of part of a head", "three positions made in the graph"),
     *("a norm's weight made in the graph", "one norm", "a norm of half a head", "a table apart"),
     *("places made in the graph", "another table"),
 }
@@ -159,6 +173,23 @@ def test_a_layers_heads(case: tuple[str, str]):
             expected.is_contiguous(),
         )
         assert apart(mine, expected) < 0.01
+
+
+MROPE: dict[str, dict[str, Any]] = {
+    "Qwen2.5-VL": {"sections": (16, 24, 24), "normed": ()},
+    "Qwen3-VL": {"sections": (24, 20, 20), "interleaved": True},
+}
+
+
+@pytest.mark.parametrize("family", cases(MROPE))
+def test_heads_that_three_positions_turn(family: str):
+    """Compiled with the join they are, bit for bit, what Inductor makes of vLLM's own layers."""
+    layer = model(scale=SCALES["one scale"], **MROPE[family])
+    count, outputs = joined(layer)
+    assert count == 1
+    count, plain = joined(layer, wanted=False)
+    assert count == 0
+    assert [same(*pair) for pair in zip(outputs, plain, strict=True)] == [True] * 3
 
 
 def apart(actual: Tensor, expected: Tensor) -> float:
@@ -191,6 +222,8 @@ STAY: dict[str, dict[str, Any]] = {
     "a norm of half a head": {"variance": D // 2},
     "another table": {"factor": 0.5},
     "a table apart": {"apart": "table"},
+    "three positions of part of a head": {"sections": (12, 10, 10), "interleaved": True, "rotary": D // 2},
+    "three positions made in the graph": {"sections": (16, 24, 24), "shifted": True},
 }
 
 

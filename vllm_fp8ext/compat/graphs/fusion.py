@@ -17,10 +17,10 @@ from torch import fx, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from vllm_fp8ext.compat.graphs import graph_nodes
+from vllm_fp8ext.compat.graphs import graph_nodes, mrope_columns
 from vllm_fp8ext.compat.graphs.compiled_configs import compiled_with
 from vllm_fp8ext.compat.graphs.graph_nodes import alike, calls
-from vllm_fp8ext.kernels.attention import rotary
+from vllm_fp8ext.kernels.attention import position_sections, rotary
 from vllm_fp8ext.kernels.gemm import linear
 
 FEATURE: str = "fusion"
@@ -46,7 +46,7 @@ GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 """vLLM's operators, and what `gated_linear` calls them."""
 CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul")
 """vLLM's layers that call them."""
-_SOURCES = (graph_nodes, linear, rotary)
+_SOURCES = (graph_nodes, linear, mrope_columns, position_sections, rotary)
 """Modules whose sources decide about graphs, too."""
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from vllm_fp8ext.compat.graphs.graph_nodes import alike, calls, value
+from vllm_fp8ext.compat.graphs.mrope_columns import chosen_columns
+from vllm_fp8ext.kernels.attention.position_sections import PositionSections
 from vllm_fp8ext.kernels.numerics.reference import FP8_DTYPE
 
 FEATURE: str = "norm_rope"
@@ -58,6 +60,8 @@ class _Table(NamedTuple):
     positions: fx.Node
     cos: fx.Node
     sin: fx.Node
+    sections: PositionSections | None = None
+    """Columns that each position turns, where a token has three."""
 
 
 def join_rope(graph: fx.Graph) -> int:
@@ -90,8 +94,12 @@ def _join(graph: fx.Graph, table: _Table, query: _Heads, key: _Heads) -> bool:
     quantized, scale = _quantized(query.out, kv_heads) or (None, None)
     first = min(query.out, key.out)
     with graph.inserting_before(first):
-        arguments = (projected, table.positions, table.cos_sin, query.weight, key.weight, query.epsilon)
-        joined = graph.call_function(torch.ops.fp8ext.norm_rope.default, (*arguments, scale, heads, kv_heads))
+        arguments: tuple[Any, ...] = (projected, table.positions, table.cos_sin, query.weight, key.weight)
+        arguments += (query.epsilon, scale, heads, kv_heads)
+        if table.sections is not None:
+            *sections, interleaved = table.sections
+            arguments += (sections, interleaved)
+        joined = graph.call_function(torch.ops.fp8ext.norm_rope.default, arguments)
         parts = [graph.call_function(getitem, (joined, i)) for i in (0, 1)]
         if quantized is not None:
             parts[0] = graph.call_function(_aten.reshape.default, (parts[0], [-1, heads * size]))
@@ -105,16 +113,25 @@ def _join(graph: fx.Graph, table: _Table, query: _Heads, key: _Heads) -> bool:
 def _table(index: fx.Node) -> _Table | None:
     """Find rows of a table for the tokens' positions, as cosines and sines.
 
-    Positions come from outside the graph.
+    Positions come from outside the graph: one a token, or three.
     """
     cos_sin, chosen = index.args
     if len(chosen) != 1 or len(value(cos_sin).shape) != 2:
         return None
     positions = chosen[0]
-    if not _given(cos_sin) or not _given(positions) or value(positions).dim() != 1:
+    if not _given(cos_sin) or not isinstance(positions, fx.Node) or positions.op != "placeholder":
         return None
-    halves = _halves(index)
-    return halves and _Table(cos_sin, positions, *halves)
+    places, halves = value(positions), _halves(index)
+    if halves is None or places.stride()[-1] != 1 or places.dim() not in (1, 2):
+        return None
+    if places.dim() == 1:
+        return _Table(cos_sin, positions, *halves)
+    if places.shape[0] != 3:
+        return None
+    cos, sin = (chosen_columns(half) for half in halves)
+    if cos is None or sin is None or cos[1] != sin[1]:
+        return None
+    return _Table(cos_sin, positions, cos[0], sin[0], cos[1])
 
 
 def _heads(cat: fx.Node, table: _Table) -> _Heads | None:
