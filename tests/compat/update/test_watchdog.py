@@ -104,6 +104,28 @@ with watchdog.watching("commit"):
     assert worker.wait(300) == -9
 
 
+@pytest.mark.parametrize(("then", "code"), [("time.sleep(0.1)", 0), ("threading.Event().wait()", EXIT_CODE)])
+def test_it_rests_while_others_are_waited_for(worker: subprocess.Popen[bytes], then: str, code: int) -> None:
+    """What is watched has all its time again afterwards."""
+    done = run(
+        worker,
+        f"""
+watchdog = Watchdog(1000, executor).another()
+real, ahead = time.monotonic, 0
+time.monotonic = lambda: real() + ahead
+with watchdog.watching("commit"):
+    with watchdog.resting():
+        ahead = 5000
+        time.sleep(1.5)
+    watchdog.seconds = 20 if {code} == 0 else 0.5
+    with watchdog.resting():
+        pass
+    {then}
+""",
+    )
+    assert done.returncode == code, done.stderr
+
+
 def test_an_engine_that_is_out_of_step_is_ended_at_once(worker: subprocess.Popen[bytes]) -> None:
     done = run(worker, 'Watchdog(1000, executor).end("call 7 was answered by call 6")')
     assert done.returncode == EXIT_CODE

@@ -2,7 +2,8 @@
 """The update engine of several engine cores: a thread in the process of core 0.
 
 API server processes call core 0. Its main thread hands their calls on, and goes on with its steps. The thread runs one after
-the other, and calls every core, its own as well, between two steps of each.
+the other, and calls every core, its own as well, between two steps of each. It has a watchdog, which rests while it waits for
+cores: they have their own.
 """
 
 import logging
@@ -16,8 +17,9 @@ from vllm_fp8ext.compat.update.core_member import CoreMember
 from vllm_fp8ext.compat.update.core_thread import CoreThread, settling
 from vllm_fp8ext.compat.update.engine_changes import EngineChanges
 from vllm_fp8ext.compat.update.member_channel import LocalMember, RemoteMember
+from vllm_fp8ext.compat.update.watchdog import Watchdog
 from vllm_fp8ext.update.contract.results import encode
-from vllm_fp8ext.update.engine.core_group import CoreGroup
+from vllm_fp8ext.update.engine.core_group import CoreGroup, CoreReply, Member
 from vllm_fp8ext.update.engine.engine import UpdateEngine
 
 FEATURE: str = "core"
@@ -31,6 +33,19 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM exchanges weights in all data-parallel ranks or none"
 
 logger = logging.getLogger("vllm.fp8ext")
+
+
+class UnwatchedWait:
+    """A member whose answers may take long, as its steps do: the watchdog of who asks rests meanwhile."""
+
+    def __init__(self, member: Member, watchdog: Watchdog) -> None:
+        self._member, self._watchdog = member, watchdog
+        self.send = member.send
+
+    def receive(self) -> CoreReply:
+        """Wait for the answer."""
+        with self._watchdog.resting():
+            return self._member.receive()
 
 
 class GroupEngine:
@@ -61,7 +76,8 @@ class GroupEngine:
         """Run an operation (`engine_core.call`). Returns the future of its answer."""
 
         def answer() -> dict[str, Any]:
-            result = self._engine.handle(operation, arguments)
+            with self._watchdog.watching(operation):
+                result = self._engine.handle(operation, arguments)
             self._changes.tell()
             return encode(result, self._engine.committer.poisoned)
 
@@ -83,9 +99,11 @@ class GroupEngine:
     def _run(self) -> None:
         own = self._core_thread.submit(self._member).result()
         seconds, end = own.settings.deadline_seconds, own.end
+        self._watchdog = own.watchdog.another()
         try:
             others = [RemoteMember(self._name, index, seconds, end) for index in range(1, self._count)]
-            group = CoreGroup(own, [LocalMember(self._core_thread, self._member), *others])
+            members: list[Member] = [LocalMember(self._core_thread, self._member), *others]
+            group = CoreGroup(own, [UnwatchedWait(member, self._watchdog) for member in members])
             self._engine = UpdateEngine(group)
             self._changes = EngineChanges(self._engine.change)
             if self._awaits is not None:

@@ -30,7 +30,7 @@ EXIT_CODE = 70
 
 
 class Watchdog:
-    """Watches the engine core's main thread from another one. `seconds`: the longest time that an operation may take."""
+    """Watches a thread of the engine core from another one. `seconds`: the longest time that an operation may take."""
 
     def __init__(self, seconds: float, executor: Any) -> None:
         self.seconds = seconds
@@ -51,6 +51,21 @@ class Watchdog:
             yield
         finally:
             self._watched = None
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Watch nothing meanwhile; what is watched has all its time again afterwards."""
+        watched, self._watched = self._watched, None
+        try:
+            yield
+        finally:
+            if watched is not None:
+                self._watched = watched[0], time.monotonic() + self.seconds
+                self._wake.set()
+
+    def another(self) -> "Watchdog":
+        """Return one for another thread of the same engine."""
+        return Watchdog(self.seconds, self._executor)
 
     def end(self, reason: str) -> NoReturn:
         """End the workers and this process at once, with every thread's stack in the log."""
