@@ -27,7 +27,6 @@ from .native_trainer import Trainer
 CORES = (0, 1)
 IN_ORDER = sorted(DATA_PARALLEL_CELLS, key=lambda cell: (cell.expected == DEAD, cell.kind == "hang"))
 REPRESENTATIVES = {
-    Cell("exception", "staging", 1, experts=True, cores=2),
     Cell("exception", "commit", 1, experts=True, cores=2),
     Cell("exception", "commit", 1, True, experts=True, cores=2),
     Cell("kill -9", "commit", 1, experts=True, cores=2),

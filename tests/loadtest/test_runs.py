@@ -371,6 +371,7 @@ def holding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLD", "1")
 
 
+@pytest.mark.full
 def test_an_update_that_the_end_of_a_run_cuts_off_is_not_a_failed_one(
     holding: None, strict: Trivial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def checked(program: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_signatures_are_told_and_mistakes_are_found(tmp_path: Path) -> None:
     assert checked(RIGHT, tmp_path) == ""
     lines = "".join(f"    {line}\n" for line in WRONG)
