@@ -21,6 +21,7 @@ from vllm_fp8ext.update.contract.regular_file import stamp_of
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
 from vllm_fp8ext.update.contract.shard_slice import ShardSlice
 from vllm_fp8ext.update.transports.files import receiver
+from vllm_fp8ext.update.worker import spec_cache
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rank import Rank
 from vllm_fp8ext.update.worker.spec_cache import SpecCache
@@ -163,3 +164,14 @@ def test_what_is_told_again_is_the_same_object() -> None:
     assert cache.stored(other)[0].spec.name == "b"
     assert cache.stored([["a", [2], "bfloat16", 8, 4]])[0] == (spec, 8, 4)
     assert cache.stored(first)[0].spec is spec
+
+
+def test_names_that_come_once_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of sparse updates, of which each has others."""
+    monkeypatch.setattr(spec_cache, "KEPT", 20)
+    cache = SpecCache()
+    for update in range(10):
+        names = [f"w[{row}:{row + 1},0:2]" for row in range(8 * update, 8 * update + 8)]
+        stored = cache.stored([[name, [1, 2], "bfloat16", 0, 4] for name in names])
+        assert [each.spec.name for each in stored] == names
+    assert len(cache._specs) <= 20 + 8

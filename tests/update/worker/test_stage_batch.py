@@ -26,6 +26,7 @@ from vllm_fp8ext.update.transports.memory import BufferMemory, ResidentTensors
 from vllm_fp8ext.update.transports.read_ahead import ReadAhead, TensorRows
 from vllm_fp8ext.update.transports.receiver import Receivers
 from vllm_fp8ext.update.transports.transport import Source
+from vllm_fp8ext.update.worker import staging_plan
 from vllm_fp8ext.update.worker.intake import Intake
 from vllm_fp8ext.update.worker.quantized_target import QuantizedTarget
 from vllm_fp8ext.update.worker.rate_limiter import RateLimiter
@@ -164,6 +165,18 @@ def test_other_tensors_than_prepared_ones_are_planned() -> None:
     assert list(result) == ["norm", "embed"]
     result, _ = batch(staged, bucket(tensors("k", "embed")))
     assert list(result) == ["k", "embed"]
+
+
+def test_what_becomes_of_slices_that_come_once_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_plan, "KEPT_ITEMS", 4)
+    staged = stager()
+    for row in range(0, 1024, 64):
+        name = f"embed[{row}:{row + 64},0:32]"
+        values = torch.full((64, 32), float(row), dtype=BF16)
+        batch(staged, bucket({name: values}))
+        if row >= 512:
+            assert torch.equal(staged.plain["embed"][row - 512 : row - 448], values)
+    assert len(staged._plans._items) <= 5
 
 
 class Nearby(Receivers):

@@ -20,6 +20,8 @@ _KEPT_UPDATES = 4
 """Updates whose plans are kept, counted by the tensors of a whole one."""
 _KEPT_TENSORS = 1024
 """Tensors, at least, whose plans are kept."""
+KEPT_ITEMS = 1 << 16
+"""Tensors and slices, at most, whose items are kept beside those of a whole update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class StagingPlans:
         Block scales have none: they come with their codes.
         """
         if spec not in self._items:
+            if len(self._items) > KEPT_ITEMS + len(self._prepared[0]):
+                self._items.clear()
             items = [batch_item(spec, step) for step in self._steps(spec)]
             batched = [item for item in items if item is not None]
             self._items[spec] = batched if batched and len(batched) == len(items) else None
