@@ -3,7 +3,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,6 +131,20 @@ def test_gradients_are_products_of_what_was_quantized(backward: str, noise: torc
     bound = {"bf16": 0.04, "e4m3": 0.06, "e5m2": 0.1}[backward]
     assert relative(x.grad, dy.double() @ layer.weight.double()) < bound  # type: ignore[arg-type]
     assert relative(layer.weight.grad, dy.double().T @ x.double()) < bound  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2", "bf16"])
+def test_gradients_of_no_tokens_are_zero(backward: Literal["e4m3", "e5m2", "bf16"]) -> None:
+    """An expert may get none."""
+    layer = BlockFp8Linear(130, 70, recipe=BlockScaling(backward=backward))
+    x = torch.empty(2, 0, 130, requires_grad=True)
+    layer(x).sum().backward()
+    gradients = x.grad, layer.weight.grad, layer.bias.grad
+    assert [(part.shape, part.any().item()) for part in gradients if part is not None] == [
+        ((2, 0, 130), False),
+        ((70, 130), False),
+        ((70,), False),
+    ]
 
 
 def test_gradients_of_layers_that_share_blocks(noise: torch.Generator) -> None:

@@ -144,6 +144,8 @@ def _input_gradient(dy_MN: Tensor, weight: BlockWeight, recipe: BlockScaling) ->
 
 
 def _weight_gradient(dy_MN: Tensor, x: Quantized, recipe: BlockScaling, dtype: torch.dtype) -> Tensor:
+    if not dy_MN.shape[0]:  # no quantizer takes a group of no tokens
+        return torch.zeros(dy_MN.shape[1], x.codes.shape[1], dtype=dtype, device=dy_MN.device)
     dy = quantize_columns(dy_MN, recipe.scale_format, _gradient_dtype(recipe))
     return multiply(dy, transposed_blocks(x, recipe.scale_format), dtype, recipe.gemm)
 
