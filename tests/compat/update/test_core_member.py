@@ -207,6 +207,21 @@ def test_a_request_that_is_refused_wakes_every_rank(core: Core, member: CoreMemb
     assert core.woken == ([7] if core.in_step else [])
 
 
+def test_one_that_refuses_requests_refuses_them_when_it_goes_on(core: Core, member: CoreMember) -> None:
+    """After a commit that it does not become current by."""
+    member.stop()
+    member.refuse_requests()
+    member.resume()
+    core.add_request(request("a"))
+    member.stop()
+    core.add_request(request("b"))
+    assert (core.errors, core.scheduler.waiting) == (["a", "b"], [])
+    member.accept_requests()
+    member.resume()
+    core.add_request(request("c"))
+    assert core.scheduler.waiting == ["c"]
+
+
 def test_an_answer_tells_what_was_raised(member: CoreMember, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(label: Label) -> None:
         raise RuntimeError("no")

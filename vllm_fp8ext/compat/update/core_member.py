@@ -106,7 +106,8 @@ class CoreMember(CoreAccess):
         self._before = None
         self.release()
         if self._in_step:
-            self._core.add_request = self._add_request
+            if not self._refusing:
+                self._core.add_request = self._add_request
             if self._core.scheduler.has_unfinished_requests():
                 self._step_together()
 
