@@ -49,7 +49,10 @@ class Fleet:
         """Look where the servers are."""
         options: dict[str, Any] = {"timeout": self._timeout, "retries": self._retries}
         addresses = self.servers.addresses()
-        return tuple(Endpoint.of(each.url, self._key, host=each.host, **options) for each in addresses)
+        endpoints = [Endpoint.of(each.url, self._key, host=each.host, **options) for each in addresses]
+        if self.servers.fixed:
+            return tuple(endpoints)
+        return tuple({each.url: each for each in endpoints}.values())  # some may be written with a slash at the end
 
 
 @dataclass(frozen=True)

@@ -184,5 +184,13 @@ def test_what_needs_a_base_leaves_late_servers_out(
     assert caught.value.kind == "no-servers"
 
 
+def test_a_server_that_a_file_names_twice_counts_once(
+    caller: Caller, tmp_path: Path, servers: list[Server]
+) -> None:
+    file = tmp_path / "servers"
+    file.write_text("\n".join([*add(*servers), f"{servers[0].url}/"]))
+    assert list(caller(ServersFile(file), "push", NEW)) == add(*servers)
+
+
 def test_both_classes_have_the_same_methods() -> None:
     assert {"push", "catch_up"} <= vars(Replicas).keys() & vars(AsyncReplicas).keys()
