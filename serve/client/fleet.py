@@ -52,7 +52,7 @@ class Fleet:
         endpoints = [Endpoint.of(each.url, self._key, host=each.host, **options) for each in addresses]
         if self.servers.fixed:
             return tuple(endpoints)
-        return tuple({each.url: each for each in endpoints}.values())  # some may be written with a slash at the end
+        return tuple({each.url: each for each in endpoints}.values())  # some are written with a slash
 
 
 @dataclass(frozen=True)
