@@ -186,6 +186,18 @@ def test_a_step_that_was_only_queued_has_not_ended(access: CoreAccess) -> None:
     assert reports == [(0, "tokens of step 0")]
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_of_pipeline_stages_the_first_step_that_comes_out_has_ended(access: CoreAccess, stages: int) -> None:
+    """Each stage has a step in its queue before the first comes out of the last."""
+    steps, reports = Steps(access._core, depth=stages), []
+    access.time_next_step(lambda _: reports.append(steps.output_queue.get_nowait()))
+    for _ in range(stages - 1):
+        access._step()
+        assert reports == []
+    access._step()
+    assert reports == [(0, "tokens of step 0")]
+
+
 def test_a_report_does_not_wait_for_requests_of_another_time(access: CoreAccess) -> None:
     """The only request ended before a step began."""
     Steps(access._core, depth=1)

@@ -27,14 +27,14 @@ def time_next_step(core: Any, report: Callable[[], None]) -> None:
     if not core.scheduler.has_requests():
         return
     original = core.post_step
-    queued = core.batch_queue is None or len(core.batch_queue) > 0
-    ends = 1 if queued else 2  # to queue a step ends like a step
+    queued = len(core.batch_queue or ())
 
     def counted(executed: bool) -> None:
-        nonlocal ends
-        ends -= 1
+        nonlocal queued
+        before, queued = queued, len(core.batch_queue or ())
         original(executed)
-        if not ends:
+        # to queue a step ends like a step, once for each that goes into the queue before an output is waited for
+        if core.batch_queue is None or 0 < before >= queued:
             del core.post_step
             report()
         elif not core.batch_queue and not core.scheduler.has_requests():
