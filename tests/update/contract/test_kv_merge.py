@@ -38,3 +38,10 @@ def test_layers_and_kinds_stay_apart() -> None:
     other = {"b": {"v": [1.0], "k": [9.0]}, "a": {"v": [8.0], "k": [0.0]}}
     assert largest([one, other]) == {"a": {"k": [1.0], "v": [8.0]}, "b": {"k": [9.0], "v": [4.0]}}
     assert largest([{}, {}]) == {}
+
+
+def test_pipeline_stages_have_layers_of_their_own() -> None:
+    assert largest([{"a": {"k": [1.0]}}, {"b": {"k": [2.0]}}, {"b": {"k": [3.0]}}]) == {
+        "a": {"k": [1.0]},
+        "b": {"k": [3.0]},
+    }

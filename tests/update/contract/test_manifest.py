@@ -101,6 +101,50 @@ def test_what_one_rank_ignores_another_may_take() -> None:
         assert [piece.rank for piece in merged.pieces["norm"]] == [0]
 
 
+NAMES = ("embed", "first", "second", "lm_head")
+
+
+def stage(rank: int, served: str, tied: dict[str, str] | None = None, **aliases: str) -> Manifest:
+    """One of three pipeline stages of a model with two layers; it ignores what other stages serve."""
+    tensors = {name: TensorSpec(name, (64,), "bfloat16") for name in served.split()}
+    pieces = {name: (ShardSlice(rank, name, (64,), ((0, 64),), (0,), False, "bfloat16"),) for name in tensors}
+    ignored = frozenset(NAMES).difference(tensors, tied or {})
+    return Manifest(tensors, ignored, pieces, "fp32", 1, tied or {}, aliases)
+
+
+def test_pipeline_stages_make_up_the_whole() -> None:
+    merged = merge([stage(0, "embed first"), stage(1, "second"), stage(2, "lm_head")])
+    assert set(merged.tensors) == set(NAMES)
+    assert merged.ignored == frozenset()
+    assert merged.tied == {}
+    assert {name: [piece.rank for piece in parts] for name, parts in merged.pieces.items()} == {
+        "embed": [0],
+        "first": [0],
+        "second": [1],
+        "lm_head": [2],
+    }
+    problems = merged.problems([TensorSpec(name, (64,), "bfloat16") for name in (*NAMES, "third")])
+    assert [(problem["kind"], problem["tensor"]) for problem in problems] == [("unknown-tensor", "third")]
+
+
+def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
+    """Stages between have neither, and say nothing of it."""
+    tied = {"lm_head": "embed"}
+    merged = merge([stage(0, "embed first", tied), stage(1, "second"), stage(2, "embed", tied)])
+    assert merged.tied == tied
+    assert merged.ignored == frozenset()
+    assert [piece.rank for piece in merged.pieces["embed"]] == [0, 2]
+    with pytest.raises(UpdateError, match=r"served as the embedding: {} and {'lm_head': 'embed'}"):
+        merge([stage(0, "embed first", tied), stage(2, "embed")])
+
+
+def test_stages_that_do_not_serve_a_tensor_do_not_decide_on_its_other_names() -> None:
+    """They could not try them: the one that serves it has found that `other` is none."""
+    first = stage(0, "embed first", alias="first", other="second")
+    merged = merge([first, stage(1, "second", alias="first", right="second")])
+    assert merged.aliases == {"alias": "first", "right": "second"}
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [

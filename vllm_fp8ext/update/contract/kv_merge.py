@@ -22,11 +22,12 @@ def remembered(commits: Sequence[Part]) -> Scales:
 
 
 def _by_element(parts: Sequence[Part], choose: Callable[[Column], float]) -> Scales:
+    """Layers are those of all parts: a pipeline stage has its own."""
+    kinds = dict.fromkeys((layer, kind) for part in parts for layer in part for kind in part[layer])
     merged: Scales = {}
-    for layer, kinds in parts[0].items():
-        for kind in kinds:
-            columns = zip(*(part[layer][kind] for part in parts), strict=True)
-            merged.setdefault(layer, {})[kind] = list(map(choose, columns))
+    for name, kind in kinds:
+        columns = zip(*(part[name][kind] for part in parts if name in part), strict=True)
+        merged.setdefault(name, {})[kind] = list(map(choose, columns))
     return merged
 
 

@@ -460,7 +460,7 @@ def slice_problem(
 
 
 def merge(parts: Iterable[Manifest]) -> Manifest:
-    """One manifest of all ranks' own. What a rank ignores, another may take: an expert of its own.
+    """One manifest of all ranks' own. What a rank ignores, another may take: an expert, or a layer of another pipeline stage.
 
     Raises:
         UpdateError: ranks disagree on what they are sent.
@@ -478,12 +478,27 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
             if spec != tensors[name]:
                 raise _disagree(f"{name}: {_shown(tensors[name])} and {_shown(spec)}")
     pieces = {name: tuple(piece for rank in ranks for piece in rank.pieces.get(name, ())) for name in tensors}
+    tied = {head: name for rank in ranks for head, name in rank.tied.items()}
     for rank in ranks:
-        if rank.tied != first.tied:
-            raise _disagree(f"output layers that are served as the embedding: {first.tied} and {rank.tied}")
+        expected = {head: name for head, name in tied.items() if name in rank.tensors}
+        if rank.tied != expected:
+            raise _disagree(f"output layers that are served as the embedding: {rank.tied} and {expected}")
     ignored = frozenset.intersection(*(rank.ignored for rank in ranks))
+    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks), tied, _agreed_aliases(ranks))
+
+
+def _agreed_aliases(ranks: Sequence[Manifest]) -> dict[str, str]:
+    """Return the aliases that a rank has which serves the tensor.
+
+    Other ranks could not try them: theirs count where nobody serves it.
+    """
     aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
-    return Manifest(tensors, ignored, pieces, first.scale_format, len(ranks), first.tied, aliases)
+    serving = {alias: [rank for rank in ranks if name in rank.tensors] for alias, name in aliases.items()}
+    return {
+        alias: name
+        for alias, name in aliases.items()
+        if not serving[alias] or any(alias in rank.aliases for rank in serving[alias])
+    }
 
 
 def _disagree(what: str) -> UpdateError:

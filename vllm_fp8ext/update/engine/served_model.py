@@ -55,6 +55,6 @@ class ServedModel:
             self._manifest = merge(rank.manifest for rank in ranks)
             self._fingerprints.keep(self._committer.live, [rank.fingerprint for rank in ranks], None)
             self.shadow_bytes = [rank.shadow_bytes for rank in ranks]
-            self.shadow_kv_blocks = ranks[0].shadow_kv_blocks
-            self.untried = ranks[0].untried
+            self.shadow_kv_blocks = max(rank.shadow_kv_blocks for rank in ranks)
+            self.untried = tuple(dict.fromkeys(kind for rank in ranks for kind in rank.untried))
         return self._manifest

@@ -68,7 +68,8 @@ def aliases_of(candidates: Iterable[AliasCandidate], manifest: Manifest, trace: 
     """
     agreed: dict[tuple[str, str], bool] = {}
     aliases = {}
-    for candidate in candidates:
+    # what this rank does not serve comes last: it could not be tried
+    for candidate in sorted(candidates, key=lambda candidate: candidate.name in manifest.ignored):
         other, name = candidate.other, candidate.name
         if (
             other in manifest.tensors
