@@ -15,7 +15,18 @@ from vllm_fp8ext.checkpoints import EARLY, LATE
 from vllm_fp8ext.environment import ADMIN_KEY
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size > 1: an exchange spans"),
+    "pipeline stages with data parallel ranks": (
+        {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+        "--data-parallel-size 2 with --pipeline-parallel-size 2: stages of several engine cores were not tried",
+    ),
+    "pipeline stages with LoRA": (
+        {"pipeline_parallel_size": 2, "enable_lora": True},
+        "--enable-lora with --pipeline-parallel-size 2: adapters of several stages were not tried",
+    ),
+    "pipeline stages in place": (
+        {"pipeline_parallel_size": 2, "additional_config": {"fp8ext": {"staging": "inplace"}}},
+        "staging inplace with --pipeline-parallel-size 2: it was not tried, expected staging shadow",
+    ),
     "LoRA of experts": (
         {"model": "experts", "enable_lora": True},
         "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense",
@@ -131,12 +142,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "lm_head blockfp8: expected no head_dtype in the model's configuration or --hf-overrides, found float32",
     ),
     "several at once": (
-        {"VLLM_SERVER_DEV_MODE": "1", "enable_ep_weight_filter": True, "pipeline_parallel_size": 2},
+        {"VLLM_SERVER_DEV_MODE": "1", "enable_ep_weight_filter": True, "cpu_offload_gb": 1},
         "blockfp8 can't be combined with:\n"
         "  VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which this plugin's "
         "replace; expected fp8ext among VLLM_PLUGINS, or the variable unset\n"
         "blockfp8 with live updates can't be combined with:\n"
-        "  --pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only\n"
+        "  CPU offload: offloaded weights have no address to exchange\n"
         "  --enable-ep-weight-filter: no rank would know the names of the others' experts\n"
         'Without live updates (--additional-config \'{"fp8ext": {"staging": "none"}}\') the latter are not refused.',
     ),
@@ -155,6 +166,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
     "data parallel ranks of one server": {"data_parallel_size": 2},
+    "pipeline stages": {"pipeline_parallel_size": 2},
     "scales of an FP8 KV cache": {
         "kv_cache_dtype": "fp8",
         "additional_config": {"fp8ext": {"kv_scales": "calibrate"}},

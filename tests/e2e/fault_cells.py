@@ -51,7 +51,8 @@ class Cell:
     """One fault. `ranks`: tensor-parallel size; the fault strikes the last of them. `lasting`: its undoing fails as well.
     `experts`: in a mixture of experts, which the ranks share out. `native`: weights come by vLLM's weight transfer.
     `processes`: API server processes. `loads`: weights come by `load_weights`, in a call of a worker extension. `cores`:
-    data-parallel size; the fault strikes a rank of the last core."""
+    data-parallel size; the fault strikes a rank of the last core. `stages`: pipeline-parallel size; it strikes the last one.
+    """
 
     kind: str
     point: str
@@ -62,18 +63,24 @@ class Cell:
     processes: int = 1
     loads: bool = False
     cores: int = 1
+    stages: int = 1
 
     def __str__(self) -> str:
         on = f"TP {self.ranks}{', experts' if self.experts else ''}{', native' if self.native else ''}"
         on += ", load_weights" if self.loads else ""
         on += f", DP {self.cores}" if self.cores > 1 else ""
+        on += f", PP {self.stages}" if self.stages > 1 else ""
         on += f", {self.processes} API processes" if self.processes > 1 else ""
         return f"{self.kind}{', twice' if self.lasting else ''}, {self.point}, {on}"
 
     @property
     def deadline_seconds(self) -> float:
         """Return the deadline of its server."""
-        return self.ranks * self.cores * DEADLINE_SECONDS if self.kind == "hang" else PATIENT_SECONDS
+        return (
+            self.ranks * self.cores * self.stages * DEADLINE_SECONDS
+            if self.kind == "hang"
+            else PATIENT_SECONDS
+        )
 
     @property
     def expected(self) -> str:
@@ -113,6 +120,14 @@ DATA_PARALLEL_CELLS = tuple(
 )
 
 
+PIPELINE_CELLS = tuple(
+    Cell(kind, point, 1, lasting, stages=2)
+    for point in POINTS
+    for kind in KINDS
+    for lasting in ((False, True) if kind == "exception" and point in ("commit", "rollback") else (False,))
+)
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a cell ended. `answered`: seconds until every open call had its answer, and what the broken call got. `deadline`:
@@ -135,6 +150,7 @@ class FaultyServer(Server):
         *more: str,
         processes: int = 1,
         cores: int = 1,
+        stages: int = 1,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         name = f"tp{ranks}-{time.monotonic_ns()}"
@@ -145,12 +161,14 @@ class FaultyServer(Server):
         """Seconds within which whatever happens has happened."""
         self.early, self.late = (mixture.EARLY, mixture.LATE) if experts else (EARLY, LATE)
         arguments = SMALL
-        if ranks > 1:
+        if ranks * stages > 1:
             arguments += ("--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp")
+        arguments += ("--pipeline-parallel-size", str(stages)) if stages > 1 else ()
         arguments += ("--enable-expert-parallel",) if experts and ranks * cores > 1 else ()
         arguments += ("--data-parallel-size", str(cores)) if cores > 1 else ()
         arguments += ("--api-server-count", str(processes)) if processes > 1 else ()
         plugins = ("fp8ext_faults", *(("fp8ext_cpu_gather",) if experts and cores > 1 else ()))
+        plugins += ("fp8ext_cpu_stages",) if stages > 1 else ()
         arguments += (*TRANSFER, "--worker-extension-cls", "loading_worker.LoadingWorker", *more)
         super().__init__(
             self.early,
@@ -164,7 +182,7 @@ class FaultyServer(Server):
             variables=variables(folder, *plugins, ranks=ranks, beside=["loading_worker"])
             | {"FP8EXT_FAULT": str(self.fault)}
             | {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
-            | ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cores > 1 else {}),
+            | ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cores * stages > 1 else {}),
         )
 
 
@@ -207,7 +225,7 @@ def run(server: FaultyServer, cell: Cell) -> Ending:
 def _fault(cell: Cell) -> dict[str, Any]:
     renamed = {"commit": "exchange", "rollback": "exchange", "init": "chunk"}
     point = renamed.get(cell.point, cell.point)
-    rank = 0 if cell.point == "open" else cell.cores * cell.ranks - 1
+    rank = 0 if cell.point == "open" else cell.cores * cell.stages * cell.ranks - 1
     # what commits at once prepares as well, which takes one fingerprint
     skip = int((cell.native or cell.loads) and cell.point == "verify")
     return {"point": point, "kind": cell.kind, "rank": rank, "lasting": cell.lasting, "skip": skip}

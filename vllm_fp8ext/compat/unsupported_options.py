@@ -113,7 +113,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
     never: list[str] = []
     reasons = []
     if parallel.pipeline_parallel_size > 1:
-        reasons.append("--pipeline-parallel-size > 1: an exchange spans tensor-parallel ranks only")
+        reasons += _unsupported_stages(config, settings)
     if parallel.data_parallel_size > 1:
         reasons += _unsupported_data_parallel(config, settings)
     if config.lora_config is not None and config.model_config.is_moe:
@@ -201,6 +201,28 @@ def _unsupported_data_parallel(config: Any, settings: Settings) -> list[str]:
         problems.append(f"staging inplace {size}: expected staging shadow")
     if config.model_config.enable_sleep_mode:
         problems.append(f"--enable-sleep-mode {size}: engine cores would fall asleep one by one")
+    return problems
+
+
+def _unsupported_stages(config: Any, settings: Settings) -> list[str]:
+    """Say what was not tried in an update of several pipeline stages."""
+    problems, parallel = [], config.parallel_config
+    size = f"with --pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    executor = parallel.distributed_executor_backend
+    if executor != "mp":
+        problems.append(
+            f"--distributed-executor-backend {executor} {size}: stages of processes of one machine were tried, expected mp"
+        )
+    if parallel.data_parallel_size > 1:
+        problems.append(
+            f"--data-parallel-size {parallel.data_parallel_size} {size}: stages of several engine cores were not tried"
+        )
+    if config.lora_config is not None:
+        problems.append(f"--enable-lora {size}: adapters of several stages were not tried")
+    if config.speculative_config is not None:
+        problems.append(f"--speculative-config {size}: drafts of several stages were not tried")
+    if settings.staging == "inplace":
+        problems.append(f"staging inplace {size}: it was not tried, expected staging shadow")
     return problems
 
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from vllm_fp8ext.compat.update.shadow_attention import layers_without_forward
-from vllm_fp8ext.compat.update.untried_layers import untried_layers
+from vllm_fp8ext.compat.update.untried_layers import STAGES, untried_layers
 from vllm_fp8ext.config import Settings
 from vllm_fp8ext.errors import ConfigError
 
@@ -70,3 +70,12 @@ def test_what_only_prompts_can_tell_is_refused(section: dict[str, Any], message:
 
 def test_static_scales_need_no_prompt() -> None:
     assert untried_layers(MODEL, settings(kv_scales={"policy": "static", "default": 1.0}))
+
+
+def test_stages_meet_in_steps_alone() -> None:
+    model = nn.Linear(1, 1)
+    assert untried_layers(model, settings(), stages=2) == (STAGES,)
+    with pytest.raises(
+        ConfigError, match="of models with layers on other pipeline stages; expected no canary"
+    ):
+        untried_layers(model, settings(kv_scales="calibrate"), stages=2)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -29,6 +30,7 @@ from vllm_fp8ext.compat.update.mamba_decay import keep_logarithms
 from vllm_fp8ext.compat.update.shadow_routing import route_alone
 from vllm_fp8ext.compat.wrapping import wrapped
 from vllm_fp8ext.layers.linear import KeptEmbeddingMethod, KeptLinearMethod
+from vllm_fp8ext.layers.lm_head import is_tied
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 
 FEATURE: str = "core"
@@ -98,8 +100,9 @@ def recorded_checkpoint() -> Iterator[Recorded]:
             _keep_readable(model)
             keep_logarithms(model, shadow=False)
             has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+            drops_head = not has_head and (is_tied(of) or get_pp_group().is_last_rank)
             for name, tensor in original(self, of, model):
-                if name.endswith("lm_head.weight") and not has_head:
+                if name.endswith("lm_head.weight") and drops_head:
                     recorded.heads[name] = tensor.cpu()
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 recorded.specs[name] = TensorSpec(name, tuple(tensor.shape), dtype)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_fp8ext.errors import ConfigError, UpdateError
+from vllm_fp8ext.layers.lm_head import is_tied
 from vllm_fp8ext.update.contract.checkpoint_files import checkpoint_files
 from vllm_fp8ext.update.contract.manifest import TensorSpec
 from vllm_fp8ext.update.contract.safetensors_header import file_tensors
@@ -47,7 +49,8 @@ def expected_specs(model_config: Any, model: nn.Module) -> dict[str, TensorSpec]
     specs, found_in = _of_folder(Path(model_config.model)), model_config.model
     if not specs:
         specs, found_in = _of_transformers(model_config), "transformers' model"
-    if not any(isinstance(module, ParallelLMHead) for module in model.modules()):
+    has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+    if not has_head and (is_tied(model_config) or get_pp_group().is_last_rank):
         specs = {name: spec for name, spec in specs.items() if not name.endswith("lm_head.weight")}
     logger.info("blockfp8: updates bring %d tensors, by %s", len(specs), found_in)
     return specs

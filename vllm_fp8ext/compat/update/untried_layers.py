@@ -23,17 +23,22 @@ logger = logging.getLogger("vllm.fp8ext")
 
 SHARED_EXPERTS = "experts that data-parallel ranks share out"
 """Kind of layers that ranks compute together in steps alone: no shadow can have them meet between two steps."""
+STAGES = "layers on other pipeline stages"
+"""Kind of layers whose inputs and outputs pass between ranks in steps alone."""
 
 
-def untried_layers(shadow: nn.Module, settings: Settings, *, shares_experts: bool = False) -> tuple[str, ...]:
+def untried_layers(
+    shadow: nn.Module, settings: Settings, *, shares_experts: bool = False, stages: int = 1
+) -> tuple[str, ...]:
     """Name kinds of layers that the shadow can't compute; with some, an update's tensors must be finite, and that is all.
 
-    `shares_experts`: data-parallel ranks share out experts.
+    `shares_experts`: data-parallel ranks share out experts. `stages`: pipeline-parallel size.
 
     Raises:
         ConfigError: there are some, and settings refuse them, or ask for what only prompts can tell.
     """
-    kinds = (*layers_without_forward(shadow), *((SHARED_EXPERTS,) if shares_experts else ()))
+    beside = {SHARED_EXPERTS: shares_experts, STAGES: stages > 1}
+    kinds = (*layers_without_forward(shadow), *(kind for kind, there in beside.items() if there))
     if not kinds:
         return ()
     if settings.untried_layers == "refuse":

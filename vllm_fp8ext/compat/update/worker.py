@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -87,7 +87,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         recording: Any = recorded_checkpoint() if live else contextlib.nullcontext()
         with dequantized_mxfp4(config.model_config), recording as recorded, no_tensor_twice():
             result = original(*inner, **named)
-        if settings.lm_head == "blockfp8":
+        if settings.lm_head == "blockfp8" and get_pp_group().is_last_rank:
             from vllm_fp8ext.layers.lm_head import require_head
 
             require_head(without_adapters(runner.get_model()))
@@ -211,7 +211,10 @@ def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
             head_copies.follow_updates(tree)
         shares_experts = config.parallel_config.data_parallel_size > 1  # a core of a dense model has 1
         untried = untried_layers(
-            shadow, Settings.parse(config.additional_config), shares_experts=shares_experts
+            shadow,
+            Settings.parse(config.additional_config),
+            shares_experts=shares_experts,
+            stages=config.parallel_config.pipeline_parallel_size,
         )
         require_no_copies(shadow)
         specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
