@@ -27,6 +27,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pipeline_parallel_size": 2, "additional_config": {"fp8ext": {"staging": "inplace"}}},
         "staging inplace with --pipeline-parallel-size 2: it was not tried, expected staging shadow",
     ),
+    "ranks on several machines": (
+        {"tensor_parallel_size": 2, "nnodes": 2},
+        "--nnodes 2: bodies of updates lie in the memory of one machine, where ranks of another don't find them",
+    ),
     "LoRA of experts": (
         {"model": "experts", "enable_lora": True},
         "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense",

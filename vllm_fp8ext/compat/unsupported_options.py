@@ -116,6 +116,11 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         reasons += _unsupported_stages(config, settings)
     if parallel.data_parallel_size > 1:
         reasons += _unsupported_data_parallel(config, settings)
+    if getattr(parallel, "nnodes", 1) > 1:
+        reasons.append(
+            f"--nnodes {parallel.nnodes}: bodies of updates lie in the memory of one machine, where ranks of another don't "
+            "find them; run one server per machine, each takes its own updates"
+        )
     if config.lora_config is not None and config.model_config.is_moe:
         reasons.append(
             "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense "
