@@ -257,6 +257,14 @@ def test_convert_keeps_parameters_and_names() -> None:
     assert isinstance(model.self_attn.q_proj, BlockFp8Linear)
 
 
+def test_convert_replaces_a_layer_wherever_it_is() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU())
+    model.append(model[0])
+    assert convert(model, BlockScaling()).converted == ("0",)
+    assert model[2] is model[0]
+    assert isinstance(model[0], BlockFp8Linear)
+
+
 @pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()])
 def test_convert_takes_recipes_of_tensors(recipe: Recipe) -> None:
     model = Model()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces linear layers of a model by FP8 ones. Layers that the server keeps in 16 bits stay."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -108,8 +109,13 @@ def _replace(
     recipe: Recipe,
 ) -> None:
     made: dict[nn.Linear, BlockFp8Linear] = {}
+    places: dict[nn.Module | None, list[tuple[nn.Module, str]]] = defaultdict(
+        list
+    )  # a layer may have several
+    for parent in modules.values():
+        for child, module in parent._modules.items():
+            places[module].append((parent, child))
     for name in chosen:
-        parent, _, child = name.rpartition(".")
         layer = linear[name]
         replacement: nn.Linear
         if isinstance(recipe, BlockScaling):
@@ -118,7 +124,8 @@ def _replace(
             replacement = TensorFp8Linear.of(layer, recipe)
         else:
             replacement = Fp4Linear.of(layer, recipe)
-        setattr(modules[parent], child, replacement)
+        for parent, child in places[layer]:
+            setattr(parent, child, replacement)
     for name in chosen:
         if linear[name] in made:
             made[linear[name]].fuse(tuple(made[layer] for layer in groups[name]))
