@@ -67,6 +67,7 @@ def linear(
 
     Activations are quantized per token and 128 columns. Up to `decode_tokens` tokens (BF16 then) are taken by `decode_gemm`,
     more by `GEMM_KERNELS[gemm]`; more than `decode_gemm.PROLOGUE_TOKENS` are quantized before.
+    A weight may have columns of zeros behind those of `x_MK`, up to a multiple of 128 columns.
     """
     from vllm_fp8ext.kernels.quantize.quantize_activation import quantize_activation
 
@@ -74,8 +75,10 @@ def linear(
     if 0 < x_MK.shape[0] <= min(decode_tokens, decode_gemm.PROLOGUE_TOKENS):
         if not decode_gemm.aligned(x_MK):  # one row is contiguous wherever it begins
             x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+        if x_MK.shape[1] != codes_NK.shape[1]:  # it reads rows that lie apart
+            codes_NK = codes_NK[:, : x_MK.shape[1]]
         return decode_gemm.decode_gemm(x_MK, codes_NK, scales_NbKb, bias_N, form)
-    quantized = quantize_activation(_in_rows(x_MK), form)
+    quantized = quantize_activation(_in_rows(x_MK), form, width=codes_NK.shape[1])
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
 
 
@@ -103,7 +106,10 @@ def rmsnorm_linear(
     residual_MK = None if residual_MK is None else _in_rows(residual_MK)
     form, small_m = cast("ScaleFormat", scale_format), x_MK.shape[0] <= decode_tokens
     quantized, added = rmsnorm_quantize(
-        _in_rows(x_MK), residual_MK, norm_K, epsilon, form, small_m=small_m, adds_one=adds_one
+        *(_in_rows(x_MK), residual_MK, norm_K, epsilon, form),
+        small_m=small_m,
+        adds_one=adds_one,
+        width=codes_NK.shape[1],
     )
     out = _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, x_MK.dtype)
     return out, x_MK.new_empty(0) if residual_MK is None else added
@@ -124,7 +130,8 @@ def gated_linear(
     from vllm_fp8ext.kernels.quantize.gated_quantize import Activation, gated_quantize
 
     quantized = gated_quantize(
-        _in_rows(gate_up_M2K), cast("Activation", activation), cast("ScaleFormat", scale_format)
+        *(_in_rows(gate_up_M2K), cast("Activation", activation), cast("ScaleFormat", scale_format)),
+        width=codes_NK.shape[1],
     )
     return _quantized(quantized, codes_NK, scales_NbKb, bias_N, decode_tokens, gemm, gate_up_M2K.dtype)
 

@@ -25,6 +25,14 @@ COLUMNS_MULTIPLE = BLOCK
 """Multiple that the columns of a weight must have, whatever the kernel for large M."""
 
 
+def stored_columns(columns: int) -> int:
+    """Return how many columns a GPU keeps of a weight's codes.
+
+    Zeros fill the last block where `columns` are a multiple of 16.
+    """
+    return -(-columns // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE if columns % 16 == 0 else columns
+
+
 def always(*_: object) -> bool:
     """Return True."""
     return True

@@ -69,6 +69,7 @@ def _gated_quantize(
     scales_MKb,
     rows_S,
     K,
+    width,
     row,
     M,
     scales_token,
@@ -100,7 +101,8 @@ def _gated_quantize(
     values = rounded(active(gate, ACTIVATION, HARDWARE), dtype, HARDWARE)
     values = rounded(values * up, dtype, HARDWARE)
     codes, scale = quantized(values.to(dtype), POW2, True, HARDWARE)
-    tl.store(codes_MK + (token * K)[:, None] + columns, codes, mask=inside)
+    room = (token < M)[:, None] & (columns < width)
+    tl.store(codes_MK + (token * width)[:, None] + columns, codes, mask=room)
     scaled = (token < M) & (groups < tl.cdiv(K, SIZE))
     tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
@@ -115,12 +117,13 @@ def gated_quantize(
     rows_S: Tensor | None = None,
     *,
     by_token: bool = False,
+    width: int | None = None,
 ) -> Quantized:
     """Codes and scales of `activation(gate) * up`; `gate_up_M2K` holds gate, then up, BF16 or FP16, columns contiguous.
     `rows_S` (int32): these rows alone, the others stay uninitialized; -1 is none. `by_token`: how scales
-    lie (`Quantized`)."""
+    lie (`Quantized`). `width`: as of `quantize_activation`."""
     m, k = gate_up_M2K.shape[0], gate_up_M2K.shape[1] // 2
-    room = empty(m, k, gate_up_M2K.device, by_token=by_token)
+    room = empty(m, k if width is None else width, gate_up_M2K.device, by_token=by_token)
     codes, scales = room
     early = gate_up_M2K.is_cuda
     count = m if rows_S is None else rows_S.numel()
@@ -129,7 +132,7 @@ def gated_quantize(
         _launch(
             (-(-count // tokens), parts(k), 1),
             (gate_up_M2K, codes.view(torch.uint8), scales, scales if rows_S is None else rows_S),
-            (k, gate_up_M2K.stride(0)),
+            (k, codes.shape[1], gate_up_M2K.stride(0)),
             (m, *scales.stride()),
             (
                 *(activation, scale_format == "pow2", early, early, rows_S is not None),

@@ -51,6 +51,7 @@ def _quantize_activation(
     scales_MKb,
     places_MT,
     K,
+    width,
     x_row,
     M,
     scales_token,
@@ -72,15 +73,16 @@ def _quantize_activation(
     inside = (token < M)[:, None] & (columns < K)
     x = tl.load(x_MK + (token * x_row)[:, None] + columns, mask=inside, other=0.0)
     codes, scale = quantized(x, POW2, SHORT, HARDWARE)
+    room = (token < M)[:, None] & (columns < width)
     scaled = (token < M) & (groups < tl.cdiv(K, SIZE))
     if PLACES:
         for choice in tl.static_range(PLACES):
             row = tl.load(places_MT + token * PLACES + choice, mask=token < M, other=-1).to(tl.int64)
             there = row >= 0
-            tl.store(codes_MK + (row * K)[:, None] + columns, codes, mask=inside & there[:, None])
+            tl.store(codes_MK + (row * width)[:, None] + columns, codes, mask=room & there[:, None])
             tl.store(scales_MKb + row * scales_token + groups * scales_column, scale, mask=scaled & there)
     else:
-        tl.store(codes_MK + (token * K)[:, None] + columns, codes, mask=inside)
+        tl.store(codes_MK + (token * width)[:, None] + columns, codes, mask=room)
         tl.store(scales_MKb + token * scales_token + groups * scales_column, scale, mask=scaled)
 
 
@@ -88,12 +90,19 @@ _launch = TritonLauncher(_quantize_activation, registers=128)
 
 
 def quantize_activation(
-    x_MK: Tensor, scale_format: ScaleFormat, rows: int | None = None, *, by_token: bool = False
+    x_MK: Tensor,
+    scale_format: ScaleFormat,
+    rows: int | None = None,
+    *,
+    by_token: bool = False,
+    width: int | None = None,
 ) -> Quantized:
     """Codes and scales of `x_MK` (BF16, FP16 or fp32, columns contiguous). `rows`: with room for so many tokens, those behind
-    uninitialized. `by_token`: how scales lie (`Quantized`)."""
+    uninitialized. `by_token`: how scales lie (`Quantized`). `width`: columns of the codes, K rounded up to no more than a
+    multiple of 128; those behind K are zero."""
     m, k = x_MK.shape
-    room = empty(m if rows is None else rows, k, x_MK.device, by_token=by_token)
+    columns = k if width is None else width
+    room = empty(m if rows is None else rows, columns, x_MK.device, by_token=by_token)
     return _quantized(room, x_MK, scale_format, None)
 
 
@@ -121,7 +130,7 @@ def _quantized(
         _launch(
             (-(-m // tokens), parts(k), 1),
             (x_MK, codes.view(torch.uint8), scales, scales if places_MT is None else places_MT),
-            (k, x_MK.stride(0)),
+            (k, codes.shape[1], x_MK.stride(0)),
             (m, *scales.stride()),
             (scale_format == "pow2", short, early, early, places, tokens, GROUPS, BLOCK),
             4,

@@ -45,6 +45,7 @@ def _rmsnorm_quantize(
     scales_MKb,
     sum_MK,
     K,
+    width,
     x_row,
     residual_row,
     scales_column,
@@ -77,7 +78,7 @@ def _rmsnorm_quantize(
     normed = rounded(x * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)), weight.dtype, HARDWARE)
     values = rounded(normed * weight.to(tl.float32), x_MK.dtype.element_ty, HARDWARE)
     codes, scale = quantized(values.to(x_MK.dtype.element_ty), POW2, True, HARDWARE)
-    tl.store(codes_MK + token * K + columns, codes, mask=inside)
+    tl.store(codes_MK + token * width + columns, codes, mask=columns < width)
     tl.store(scales_MKb + token + groups * scales_column, scale, mask=groups < tl.cdiv(K, SIZE))
 
 
@@ -95,15 +96,17 @@ def rmsnorm_quantize(
     *,
     small_m: bool = False,
     adds_one: bool = False,
+    width: int | None = None,
 ) -> tuple[Quantized, Tensor]:
     """Norm and quantize: returns codes and scales, and the new residual `[M, K]`.
 
     `x_MK`, `residual_MK`: BF16 or FP16, columns contiguous; without a residual the new one is `x_MK` itself. `small_m`: take
     up to twice as many warps, which are done with a token sooner but load less at once of many; squares are added in another
-    order. `adds_one`: the weight is `1 + weight_K`, as in Gemma's norms, and nothing is rounded before it.
+    order. `adds_one`: the weight is `1 + weight_K`, as in Gemma's norms, and nothing is rounded before it. `width`: as of
+    `quantize_activation`.
     """
     m, k = x_MK.shape
-    codes, scales = empty(m, k, x_MK.device)
+    codes, scales = empty(m, k if width is None else width, x_MK.device)
     early = x_MK.is_cuda
     added = x_MK if residual_MK is None else torch.empty(m, k, dtype=x_MK.dtype, device=x_MK.device)
     groups = triton.next_power_of_2(blocks(k))
@@ -113,7 +116,7 @@ def rmsnorm_quantize(
         _launch(
             (m, 1, 1),
             (x_MK, summand, weight_K, codes.view(torch.uint8), scales, added),
-            (k, x_MK.stride(0), summand.stride(0)),
+            (k, codes.shape[1], x_MK.stride(0), summand.stride(0)),
             (scales.stride(1), epsilon),
             (scale_format == "pow2", early, early, add, adds_one, groups, BLOCK),
             min(_MOST_WARPS, max(1, groups * BLOCK // (256 if small_m else 512))),

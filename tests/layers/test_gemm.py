@@ -77,6 +77,18 @@ def test_the_choice_for_a_shape_is_logged_once(
     assert caplog.text.count("blockfp8 multiplies 4096x4096 by") == 1
 
 
+@pytest.mark.parametrize(("columns", "stored"), [(2240, 2304), (4096, 4096), (200, 200)])
+def test_columns_that_are_no_whole_blocks_are_stored_with_zeros(
+    columns: int, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_gemm, "multiply", lambda *_: None)
+    assert gemm.stored_columns(columns) == stored
+    route = gemm.select((1536, columns), torch.bfloat16, KernelSettings())
+    assert (route is not None and route.gemm == "deep_gemm") is (stored % 128 == 0)
+    monkeypatch.setattr(gemm, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    assert gemm.stored_columns(columns) == columns
+
+
 def test_without_a_compiler_the_next_best_kernel_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_fp8ext.kernels.numerics import reference
-from vllm_fp8ext.layers.linear import SCALES, BlockFp8LinearMethod
+from vllm_fp8ext.layers.linear import BlockFp8LinearMethod
 
 FEATURE: str = "core"
 USES: dict[str, tuple[str, ...]] = {
@@ -35,7 +35,8 @@ def latent_layers(model: nn.Module) -> list[Any]:
 def up_projection(projection: Any, dtype: torch.dtype) -> Tensor:
     """Return the values of a `kv_b_proj` as it is served, `[rows, L]`: of codes, what they stand for, rounded to `dtype`."""
     if isinstance(projection.quant_method, BlockFp8LinearMethod):
-        return reference.dequantize_weight(projection.weight, getattr(projection, SCALES)).to(dtype)
+        (matrix,) = projection.quant_method.matrices(projection)
+        return reference.dequantize_weight(matrix.values, matrix.scales).to(dtype)
     return projection.weight.data.to(dtype)
 
 

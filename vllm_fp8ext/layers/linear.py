@@ -2,7 +2,8 @@
 """Linear and embedding methods of blockfp8.
 
 A quantized layer holds `weight` (E4M3, `[N, K]` of this rank) and `weight_scale_inv` (fp32, one per 128x128 block of the
-fused, rank-local matrix): the canonical layout, which is also what the kernels used here read.
+fused, rank-local matrix): the canonical layout, which is also what the kernels used here read. On a GPU zeros may lie behind
+the K columns, up to whole blocks.
 """
 
 from collections.abc import Iterator
@@ -59,6 +60,9 @@ class BlockFp8LinearMethod(OnlineLinearBase):
     meta device until `allocate` gives it codes and scales.
     """
 
+    columns: int | None = None
+    """Columns of the weight, where codes have more: zeros, for kernels that take whole blocks."""
+
     def __init__(self, settings: Settings, *, serialized: bool = False, shadow: bool = False) -> None:
         super().__init__()
         self.settings = settings
@@ -113,23 +117,40 @@ class BlockFp8LinearMethod(OnlineLinearBase):
             )
         layer.weight_block_size = [BLOCK, BLOCK]
         self.route = gemm.select((rows, columns), self.out_dtype, self.settings.kernels)
+        self.columns = None if gemm.stored_columns(columns) == columns else columns
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self.shadow or getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         if self.serialized:
             require_scales(getattr(layer, SCALES).data, self.scale_format)
+            if self.columns is not None:
+                codes, _ = self._room(layer.weight)
+                self._own(codes).copy_(layer.weight)
+                replace_parameter(layer, CODES, codes)
         else:
-            codes, scales = quantize_weight.empty_like(layer.weight)
-            quantize_weight.quantize_weight(layer.weight, codes, scales, self.scale_format)
+            codes, scales = self._room(layer.weight)
+            quantize_weight.quantize_weight(layer.weight, self._own(codes), scales, self.scale_format)
             replace_parameter(layer, CODES, codes)
             replace_parameter(layer, SCALES, scales)
         self.derive(layer)
         layer._already_called_process_weights_after_loading = True
 
+    def _room(self, weight_NK: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Make codes and scales for a weight: uninitialized, but for columns of zeros behind its own."""
+        codes, scales = quantize_weight.empty_like(weight_NK, device)
+        if self.columns is not None:
+            wide = gemm.stored_columns(self.columns)
+            codes = torch.zeros(codes.shape[0], wide, dtype=codes.dtype, device=codes.device)
+        return codes, scales
+
+    def _own(self, codes: Tensor) -> Tensor:
+        """Return the columns of the weight itself, `[N, K]`, of what a layer holds."""
+        return codes if self.columns is None else codes[:, : self.columns]
+
     def allocate(self, layer: torch.nn.Module, device: torch.device) -> None:
         """Give a shadow's layer uninitialized codes and scales on `device`."""
-        self.adopt(layer, *quantize_weight.empty_like(layer.weight, device))
+        self.adopt(layer, *self._room(layer.weight, device))
 
     def adopt(self, layer: torch.nn.Module, codes: Tensor, scales: Tensor) -> None:
         """Give a shadow's layer these codes and scales."""
@@ -143,7 +164,8 @@ class BlockFp8LinearMethod(OnlineLinearBase):
     def matrices(self, layer: torch.nn.Module) -> Iterator[BlockMatrix]:
         """The one matrix of the layer."""
         scales = getattr(layer, SCALES, None)
-        yield BlockMatrix(CODES, layer.weight.data, None if scales is None else scales.data, CODES, SCALES)
+        values = self._own(layer.weight.data)
+        yield BlockMatrix(CODES, values, None if scales is None else scales.data, CODES, SCALES)
 
     def derive(self, layer: torch.nn.Module) -> None:
         """Rebuild what is computed from the codes; in place, so that addresses stay. Needed after every exchange.
@@ -152,7 +174,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         """
         if layer.weight.device.type != "cpu":
             return
-        values = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
+        values = reference.dequantize_weight(self._own(layer.weight), getattr(layer, SCALES))
         if getattr(layer, "dequantized", None) is None:
             layer.dequantized = values
         else:
@@ -168,7 +190,7 @@ class BlockFp8LinearMethod(OnlineLinearBase):
         else:
             weight = getattr(layer, "dequantized", None)  # a shadow has none
             if weight is None:
-                weight = reference.dequantize_weight(layer.weight, getattr(layer, SCALES))
+                weight = reference.dequantize_weight(self._own(layer.weight), getattr(layer, SCALES))
             out = reference_linear(flat, weight, self.scale_format)
             if bias is not None:
                 out = out + bias

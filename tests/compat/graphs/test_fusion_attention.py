@@ -24,6 +24,7 @@ from vllm_fp8ext.kernels.testing import kernel_cases
 HEADS, SIZE, N = 2, 128, 40
 COLUMNS = HEADS * SIZE
 WEIGHT = reference.quantize_weight(kernel_cases.weight(N, COLUMNS, "cpu"))
+WIDER = WEIGHT[0].view(torch.uint8).where(torch.arange(COLUMNS) < 192, 0).view(WEIGHT[0].dtype), WEIGHT[1]
 BIAS = torch.arange(float(N)).bfloat16()
 
 
@@ -53,15 +54,16 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def attention(query: Tensor, key: Tensor) -> Tensor:
+def attention(query: Tensor, key: Tensor, size: int = SIZE) -> Tensor:
     """As vLLM's layer."""
-    output = torch.empty((query.shape[0], COLUMNS), dtype=torch.bfloat16)
-    query = query.view(-1, HEADS, SIZE)
-    heads = output.view(-1, HEADS, SIZE)
-    key = key.view(-1, HEADS, SIZE)
+    columns = query.shape[1]
+    output = torch.empty((query.shape[0], columns), dtype=torch.bfloat16)
+    query = query.view(-1, columns // size, size)
+    heads = output.view(-1, columns // size, size)
+    key = key.view(-1, columns // size, size)
     cached = torch.ops.vllm.unified_kv_cache_update(key, key, "layer")
     torch.ops.vllm.unified_attention_with_output(query, key, key, heads, "layer", kv_cache_dummy_dep=cached)
-    return heads.view(-1, COLUMNS)
+    return heads.view(-1, columns)
 
 
 def multiplied(x: Tensor, form: str = "fp32") -> Tensor:
@@ -84,6 +86,13 @@ def read_otherwise(query: Tensor, key: Tensor) -> Tensor:
 
 def other_scales(query: Tensor, key: Tensor) -> Tensor:
     return multiplied(attention(query, key), "pow2")
+
+
+def wider_weight(query: Tensor, key: Tensor) -> Tensor:
+    """Zeros lie behind the 192 columns of its codes."""
+    x = attention(query[:, :192].contiguous(), key[:, :192].contiguous(), 64)
+    out: Tensor = torch.ops.fp8ext.linear(x, *WIDER, BIAS, "fp32", 0, "slow")
+    return out
 
 
 def joined(layer: Callable[[Tensor, Tensor], Tensor], *given: Tensor) -> tuple[Tensor, int, fx.GraphModule]:
@@ -147,7 +156,7 @@ def test_statements_without_readers_stay() -> None:
     assert torch.equal(out, clamped(*given))
 
 
-@pytest.mark.parametrize("layer", [read_twice, read_otherwise, other_scales])
+@pytest.mark.parametrize("layer", [read_twice, read_otherwise, other_scales, wider_weight])
 def test_what_is_read_otherwise_stays(layer: Callable[[Tensor, Tensor], Tensor]) -> None:
     pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
     given = inputs(3)

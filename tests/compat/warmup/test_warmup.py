@@ -61,7 +61,7 @@ def test_deep_gemm_is_run_for_every_number_of_its_blocks(
 def layer_of(route: GemmRoute) -> tuple[Any, Any]:
     """One, and its method: all that is looked at."""
     layer = SimpleNamespace(weight=torch.empty(8, 256), weight_scale_inv=None)
-    return layer, SimpleNamespace(route=route, scale_format="fp32", out_dtype=torch.bfloat16)
+    return layer, SimpleNamespace(route=route, scale_format="fp32", out_dtype=torch.bfloat16, columns=None)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_norms_are_run_for_few_tokens_where_the_decode_gemm_takes_them(
 
     seen: set[tuple[bool, bool]] = set()
 
-    def norm(_x: Any, residual: Any, *_: Any, small_m: bool, adds_one: bool) -> None:
-        assert adds_one == gemma
+    def norm(_x: Any, residual: Any, *_: Any, small_m: bool, adds_one: bool, width: int) -> None:
+        assert (adds_one, width) == (gemma, 256)
         seen.add((small_m, residual is None))
 
     for name in ("warm_up_quantizers", "_quantize"):

@@ -146,6 +146,58 @@ def test_tokens_that_do_not_lie_in_rows(name: str, monkeypatch: pytest.MonkeyPat
     assert torch.equal(plain, other)
 
 
+WIDER: dict[str, Callable[..., Any]] = {
+    "linear": linear.linear,
+    "rmsnorm_linear": lambda x, *rest: linear.rmsnorm_linear(x, x, torch.ones(208).bfloat16(), 1e-6, *rest)[
+        0
+    ],
+    "gated_linear": lambda x, *rest: linear.gated_linear(torch.cat([x, x], 1), "silu", *rest),
+}
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("name", WIDER)
+def test_zeros_behind_the_columns_of_a_weight(
+    name: str, scale_format: ScaleFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels get activations as wide as the weight, with zeros likewise; codes and scales are those without."""
+    pytest.importorskip("triton", reason="needs Triton, which the CPU build does not bring")
+    seen: list[Quantized] = []
+
+    def multiply(x: Quantized, codes_NK: Tensor, scales_NbKb: Tensor, dtype: torch.dtype) -> Tensor:
+        seen.append(x)
+        return reference.gemm(*x, codes_NK, scales_NbKb).to(dtype)
+
+    monkeypatch.setitem(linear.GEMM_KERNELS, "noted", GemmKernel(name="noted", run=multiply))
+    x, codes, scales = operands(3, 64, 208, 3, torch.bfloat16, scale_format)
+    wide = torch.zeros(64, 256, dtype=codes.dtype)
+    wide[:, :208] = codes
+    with_zeros, without = (
+        WIDER[name](x, part, scales, None, scale_format, 0, "noted") for part in (wide, codes)
+    )
+    assert torch.equal(with_zeros, without)
+    padded, plain = (part.codes.view(torch.uint8) for part in seen)
+    assert (padded.shape, plain.shape) == ((3, 256), (3, 208))
+    assert torch.equal(padded[:, :208], plain)
+    assert not padded[:, 208:].any()
+    assert torch.equal(seen[0].scales, seen[1].scales)
+
+
+def test_few_tokens_read_a_weight_without_the_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`decode_gemm` quantizes rows of activations as they are."""
+    seen: list[Tensor] = []
+
+    def noted(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
+        seen.append(codes)
+        return x.new_empty(len(x), len(codes))
+
+    monkeypatch.setattr(linear.decode_gemm, "decode_gemm", noted)
+    x, codes, scales = operands(2, 5, 208, 3, torch.bfloat16, "fp32")
+    wide = torch.zeros(5, 256, dtype=codes.dtype)
+    linear.linear(x, wide, scales, None, "fp32", 16, "none")
+    assert (seen[0].shape, seen[0].stride()) == ((5, 208), (256, 1))
+
+
 def test_one_token_that_begins_anywhere_is_copied_to_where_the_kernel_takes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,4 +240,4 @@ def test_norms_are_made_for_few_tokens_where_the_decode_gemm_takes_them(
     x, codes, scales = operands(tokens, 7, 256, 3, torch.bfloat16, "fp32")
     norm_K = torch.ones(256).bfloat16()
     linear.rmsnorm_linear(x, None, norm_K, 1e-6, codes, scales, None, "fp32", most, "noted")
-    assert seen == [{"small_m": small_m, "adds_one": False}]
+    assert seen == [{"small_m": small_m, "adds_one": False, "width": 256}]

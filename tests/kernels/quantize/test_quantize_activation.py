@@ -46,6 +46,23 @@ def test_codes_and_scales_are_the_references(
     assert kernel_cases.same(scales, expected[1])
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_rows_may_be_wider_up_to_whole_blocks(
+    device: str, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind is zero, whatever was there; more than a program's groups, so that two write a row."""
+    if several:
+        monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", 1)
+    k = GROUPS * BLOCK + 16
+    x = hard_cases.awkward(5, k, "heavy", torch.bfloat16, 0)
+    codes, scales = quantize_activation(x.to(device), "fp32", width=k + 112)
+    expected = reference.quantize_activation(x, "fp32")
+    assert codes.shape == (5, k + 112)
+    assert kernel_cases.same(codes[:, :k], expected[0])
+    assert not codes[:, k:].view(torch.uint8).any()
+    assert kernel_cases.same(scales, expected[1])
+
+
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("m", "k"), [(1, 200), (3, 1024), (4, 1200), (9, 384)])

@@ -106,6 +106,8 @@ def _join(graph: fx.Graph, attention: fx.Node, form: str) -> bool:
     if layer_form != form or written.dtype != torch.bfloat16 or written.dim() != 3:
         return False
     columns = int(written.shape[1] * written.shape[2])
+    if _example(codes_NK).shape[1] != columns:  # zeros lie behind them
+        return False
     with graph.inserting_before(heads):  # ahead of what vLLM splits graphs at, which caches K and V too
         room = _call(graph, torch.ops.fp8ext.quantized_room.default, query, columns)
         codes, scales = (_call(graph, operator.getitem, room, part) for part in (0, 1))

@@ -146,27 +146,32 @@ def _run(
 ) -> None:
     assert method.route is not None
     weight, scales, form = layer.weight, getattr(layer, SCALES), method.scale_format
-    k = weight.shape[1]
-    warm_up_quantizers(weight, scales, form)
+    width = weight.shape[1]
+    k = method.columns or width
+    warm_up_quantizers(weight[:, :k], scales, form)
     dtype = method.out_dtype
     x = torch.zeros(decode_gemm_configs.TOKENS[-1], k, dtype=dtype, device=weight.device)
     norm = torch.ones(k, dtype=dtype, device=weight.device)
     few = {False, method.route.decode_tokens > 0}
     for small_m, residual, one in itertools.product(few, (None, x[:1]), adds_one):
-        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, small_m=small_m, adds_one=one)
+        rmsnorm_quantize(x[:1], residual, norm, 1e-6, form, small_m=small_m, adds_one=one, width=width)
     for count in {1, min(large_m(k), max_tokens)}:
-        _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form)
+        _quantize(torch.zeros(count, 2 * k, dtype=dtype, device=weight.device), form, width)
     for tokens, before in _decode_kernels(method):
-        part = quantize_activation(x[:tokens], form) if before else x[:tokens]
-        decode_gemm.decode_gemm(part, weight, scales, None, form)
+        if before:
+            decode_gemm.decode_gemm(
+                quantize_activation(x[:tokens], form, width=width), weight, scales, None, form
+            )
+        else:
+            decode_gemm.decode_gemm(x[:tokens], weight[:, :k], scales, None, form)
 
 
-def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat) -> None:
+def _quantize(gate_up_M2K: torch.Tensor, form: ScaleFormat, width: int | None = None) -> None:
     """Quantize activations by every kernel that does, but a norm."""
     x_MK = gate_up_M2K[:, : gate_up_M2K.shape[1] // 2].contiguous()
     for activation in ACTIVATIONS:
-        gated_quantize(gate_up_M2K, activation, form)
-    quantize_activation(x_MK, form)
+        gated_quantize(gate_up_M2K, activation, form, width=width)
+    quantize_activation(x_MK, form, width=width)
 
 
 def _multiply(layer: Any, method: BlockFp8LinearMethod, max_tokens: int) -> None:
