@@ -11,7 +11,14 @@ from triton.compiler import ASTSource, compile
 
 from vllm_fp8ext.kernels.attention import norm_rope
 from vllm_fp8ext.kernels.gemm import block_gemm
-from vllm_fp8ext.kernels.quantize import dequantize, quantize_gradient, transpose_blocks
+from vllm_fp8ext.kernels.quantize import (
+    dequantize,
+    gated_quantize,
+    quantize_activation,
+    quantize_gradient,
+    rmsnorm_quantize,
+    transpose_blocks,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"codes": "*u8", "scale": "*fp32", "epsilon": "fp32", "positions": "*i64"}
@@ -44,6 +51,14 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str
                 yield f"{function.__name__} {e5m2=} {short=}", function, constants, types, eight
         constants = {"E5M2": e5m2, "SCALED": 128, "HARDWARE": True, "ROWS": 32, "SIZE": 128}
         yield f"dequantize {e5m2=}", dequantize._dequantize, constants, {}, {}
+    of_server = {"POW2": False, "HARDWARE": True, "EARLY": True, "GROUPS": 8, "SIZE": 128}
+    plain = of_server | {"SHORT": True, "TOKENS": 4, "PLACES": 0}
+    kernel = quantize_activation._quantize_activation
+    yield "quantize_activation", kernel, plain, {"places_MT": "*i32"}, {}
+    joined = of_server | {"ADD": True, "ADDS_ONE": False}
+    yield "rmsnorm_quantize", rmsnorm_quantize._rmsnorm_quantize, joined, {}, {}
+    gated = of_server | {"TOKENS": 4, "ACTIVATION": "silu", "CHOSEN": False}
+    yield "gated_quantize", gated_quantize._gated_quantize, gated, {"rows_S": "*i32"}, {}
     for again in (False, True):
         constants = {"AGAIN": again, "POW2": False, "HARDWARE": True, "SIZE": 128}
         types = {"out_KM": "*u8", "out_scales": "*fp32"}
