@@ -151,3 +151,15 @@ def metrics(server: Server, name: str) -> dict[str, float]:
 def metric(server: Server, name: str) -> float:
     """Sum of a Prometheus metric."""
     return sum(metrics(server, name).values())
+
+
+def nats_behind(server: Server, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Tell by how many nats each token is less likely than the likeliest one at its place.
+
+    The weights that are served judge.
+    """
+    judged = complete(server, prompt + tokens, 1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    return [
+        max(of["logprob"] for of in row.values()) - row[str(token)]["logprob"]
+        for row, token in zip(judged[len(prompt) :], tokens, strict=True)
+    ]

@@ -25,7 +25,7 @@ from vllm_fp8ext.update.contract.manifest import Manifest
 from vllm_fp8ext.update.worker.digest import checkpoint_digests
 
 from . import mixture
-from .ask import ATTEMPTS, Stream, complete, metrics, outputs
+from .ask import ATTEMPTS, Stream, complete, metrics, nats_behind, outputs
 from .fault_cells import DEAD, PATIENT_SECONDS, PIPELINE_CELLS, Cell, FaultyServer, run
 from .native_trainer import Trainer
 from .plugins import variables
@@ -45,7 +45,7 @@ BOTH = pytest.mark.parametrize("ranks", [1, 2], indirect=True, ids=["TP1", "TP2"
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What a server of two stages serves that was started on the late checkpoint: digests, and answers."""
+    """Digests and answers of a server of two stages that starts on the late checkpoint."""
     folder = tmp_path_factory.mktemp("cold")
     server = Server(
         LATE,
@@ -283,21 +283,12 @@ def test_every_token_is_of_the_weights_that_its_label_names(
             client.push(folder, version=version)
             for number, stream in enumerate(streams):
                 assert stream.finish == "length"
-                behind = _behind(server, f"{12 + number}+34=", stream.token_ids)
+                prompt = complete(server, f"{12 + number}+34=", 1)["choices"][0]["prompt_token_ids"]
+                behind = nats_behind(server, prompt, stream.token_ids)
                 for span in stream.weight_versions:
                     result = behind[span["start"] : span["end"]]
                     if span["version"] == version:
                         assert all(nats < 5 for nats in result), (version, span, result)
-
-
-def _behind(server: Server, prompt: str, tokens: list[int]) -> list[float]:
-    """By how many nats each token is less likely than the likeliest one at its place, to the weights that are served."""
-    ids = complete(server, prompt, 1)["choices"][0]["prompt_token_ids"]
-    judged = complete(server, ids + tokens, 1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
-    return [
-        max(of["logprob"] for of in row.values()) - row[str(token)]["logprob"]
-        for row, token in zip(judged[len(ids) :], tokens, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("how", ["keep", "wait", "abort"])

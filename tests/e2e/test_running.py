@@ -20,7 +20,7 @@ from vllm_fp8ext.demo.server import MODEL, Server
 from vllm_fp8ext.serve.safetensors_body import bodies
 from vllm_fp8ext.serve.safetensors_file import ranges_of
 
-from .ask import ATTEMPTS, Stream, complete, metric
+from .ask import ATTEMPTS, Stream, complete, metric, nats_behind
 from .conftest import DRAFTS, FIRST
 
 TOKENS = 300
@@ -147,19 +147,10 @@ def test_every_token_is_of_the_weights_that_its_label_names(server: Server, spoi
         prompt = complete(server, "12+34=", 1)["choices"][0]["prompt_token_ids"]
         for version in ("negated", "late"):
             client.push(folders[version], version=version)
-            behind = _behind(server, prompt, tokens)
+            behind = nats_behind(server, prompt, tokens)
             for span in spans:
                 own, result = span["version"] == version, behind[span["start"] : span["end"]]
                 assert all(nats < 5 if own else nats > 5 for nats in result), (version, span, result)
-
-
-def _behind(server: Server, prompt: list[int], tokens: list[int]) -> list[float]:
-    """By how many nats each token is less likely than the likeliest one at its place, to the weights that are served."""
-    judged = complete(server, prompt + tokens, 1, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
-    return [
-        max(of["logprob"] for of in row.values()) - row[str(token)]["logprob"]
-        for row, token in zip(judged[len(prompt) :], tokens, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("server", ["tp1", "tp2", DRAFTS], indirect=True)

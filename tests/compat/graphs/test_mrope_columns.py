@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which position turns which column, read from small graphs."""
+"""Small graphs tell which position turns which column."""
 
 from collections.abc import Callable
 

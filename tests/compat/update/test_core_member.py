@@ -169,7 +169,7 @@ def test_a_request_that_must_wait_wakes_every_rank(core: Core, member: CoreMembe
 
 
 def test_steps_in_flight_end_before_any_rank_can_exchange(core: Core, member: CoreMember) -> None:
-    """Of a mixture of experts: each token of a step goes through experts of other ranks, which swap when all have stopped."""
+    """Ranks of a mixture of experts swap when all have stopped: each token of a step goes through experts of others."""
     in_flight = [{0: "tokens of one"}, {0: "tokens of another"}]
     core.batch_queue = in_flight
     core.step_with_batch_queue = lambda: (in_flight.pop(0), True)

@@ -309,7 +309,7 @@ def core_of_ranks(scheduler: Scheduler, ranks: int, labels: list[str]) -> Core:
 
 @pytest.mark.parametrize(("ranks", "labelled"), [(1, True), (2, False)])
 def test_tokens_are_labelled_from_the_first_call_on(scheduler: Scheduler, ranks: int, labelled: bool) -> None:
-    """Where nobody calls, vLLM's own label stays; of several data-parallel ranks it wants one label."""
+    """vLLM's own label stays where nobody calls; of several data-parallel ranks it wants one."""
     labels: list[str] = []
     assert CoreAccess(core_of_ranks(scheduler, ranks, labels)).instance == "0a1b"
     assert [Label.decode(label) for label in labels] == [first_label("0a1b")] * labelled

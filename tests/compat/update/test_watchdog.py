@@ -106,7 +106,7 @@ with watchdog.watching("commit"):
 
 @pytest.mark.parametrize(("then", "code"), [("time.sleep(0.1)", 0), ("threading.Event().wait()", EXIT_CODE)])
 def test_it_rests_while_others_are_waited_for(worker: subprocess.Popen[bytes], then: str, code: int) -> None:
-    """What is watched has all its time again afterwards."""
+    """The watched call has all its time again afterwards."""
     done = run(
         worker,
         f"""

@@ -46,7 +46,7 @@ TILE_CONFIGS = [
     ExpertTileConfig(tokens=32, down_rows=128, alone=True),
 ]
 BOTH_WAYS = (TILE_CONFIGS[0], TILE_CONFIGS[3])
-"""Those of `make test` where one of each way, with experts together and alone, is enough: the interpreter takes seconds."""
+"""`make test` has these: one of each way, with experts together and alone. The interpreter takes seconds."""
 configs = pytest.mark.parametrize(
     "config",
     [

@@ -28,7 +28,7 @@ ALIGNMENTS = [16, 1, 128]
 
 
 PAIRS = tuple(zip(ALIGNMENTS, KINDS, strict=True))
-"""Of these `make test` has one for the first of MANY; the interpreter takes seconds for them."""
+"""`make test` has one of these for the first of MANY. The interpreter takes seconds for them."""
 
 MORE = {shape: int(shape == MANY[0]) for shape in MANY}
 
