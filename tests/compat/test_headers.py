@@ -80,6 +80,15 @@ def test_imports_of_vllm_are_names_that_a_feature_leans_on() -> None:
     assert ("vllm.v1.engine", "logprobs") in names
 
 
+def test_members_of_imported_names_are_names_that_a_feature_leans_on() -> None:
+    """A vLLM without one switches the feature off; read in a request, it would be answered by an error."""
+    names = {(interface.module, interface.name) for interface in features()["flat_logprobs"].interfaces}
+    assert ("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY") in names  # a class and its member
+    names = {(interface.module, interface.name) for interface in features()["weight_versions"].interfaces}
+    protocol = "vllm.entrypoints.scale_out.token_in_token_out.protocol"
+    assert (protocol, "GenerateTextResponse") in names  # a module and its class
+
+
 @pytest.mark.parametrize("text", ["vllm.engine", "vllm.engine:add(", "vllm.engine:add()", "vllm engine:add"])
 def test_a_name_that_cannot_be_read_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="expected module:name"):

@@ -70,6 +70,15 @@ def off(server: Server) -> dict[str, str | None]:
         return {one.name: one.reason for one in client.weights().features if not one.on}
 
 
+def leaning_on(gone: str) -> set[str]:
+    """Features whose files say that they lean on this name, of whatever module or class."""
+    return {
+        name
+        for name, feature in features().items()
+        if any(gone in interface.name.split(".") for interface in feature.interfaces)
+    }
+
+
 def check(server: Server, lacking: set[str]) -> None:
     """It answers, with logprobs, and takes an update; it says what is off, once in its log."""
     answers = [complete(server, "12+34=", 8, logprobs=1, ignore_eos=True)["choices"][0]]
@@ -119,7 +128,7 @@ def test_a_server_without_any_feature_serves_and_takes_updates(faulty: Server) -
 def test_a_server_without_one_feature_has_the_others(feature: str, tmp_path: Path) -> None:
     with answering(server := serving(tmp_path, [GONE[feature]])):
         lacking = {name for name, reason in off(server).items() if "lacks" in str(reason)}
-        same = {name for name in GONE if GONE[name] == GONE[feature]}
+        same = {name for name in GONE if GONE[name] == GONE[feature]} | leaning_on(GONE[feature])
         assert lacking == same | (AND_WITH_FUSION & lacking)
         check(server, {feature})
     remove(tmp_path)

@@ -2,7 +2,8 @@
 """Every name inside vLLM that the plugin leans on, as each file's own data says: read, not imported.
 
 Files of `compat` and `layers` say which `FEATURE` they are part of, what they replace (`REPLACES`) and what else they use
-(`USES`). What a file imports of vLLM is used, too.
+(`USES`). What a file imports of vLLM is used, too, and so are constants and classes that it reads of an imported name:
+`RequestOutputKind.FINAL_ONLY`.
 """
 
 import ast
@@ -177,7 +178,8 @@ def _header(file: Path, tree: ast.Module, values: dict[str, Any], features: dict
 
 
 def _vllm_imports(tree: ast.Module, why: str) -> Iterator[Interface]:
-    """List what a file imports of vLLM, wherever in it."""
+    """List what a file imports of vLLM, wherever in it, and what it reads of that by a name that begins with a capital."""
+    imported: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -185,7 +187,17 @@ def _vllm_imports(tree: ast.Module, why: str) -> Iterator[Interface]:
                     yield Interface(module=alias.name, name="", why=why)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             for alias in node.names:
+                imported[alias.asname or alias.name] = (str(node.module), alias.name)
                 yield Interface(module=str(node.module), name=alias.name, why=why)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        if node.value.id in imported and node.attr[0].isupper():
+            module, name = imported[node.value.id]
+            if name[0].isupper():
+                yield Interface(module=module, name=f"{name}.{node.attr}", why=why)
+            else:  # a module
+                yield Interface(module=f"{module}.{name}", name=node.attr, why=why)
 
 
 def _own_imports(tree: ast.Module) -> Iterator[str]:
