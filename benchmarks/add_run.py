@@ -18,12 +18,12 @@ from typing import Any
 IDENTITY = (
     *("model", "kernel", "shape", "m", "part", "transport", "requests", "running", "load", "input", "output"),
     *("variant", "kv_cache", "staging", "policy", "settings", "engine", "fused", "buckets"),
-    *("route", "logprobs", "streamed", "one_request", "feature", "seed", "plan"),
+    *("route", "logprobs", "streamed", "one_request", "feature", "seed", "plan", "layout"),
 )
 """Identity of a case; everything else was measured."""
 NOTHING = '{\n  "cases": []\n}'
 """Text of a file of results before its first run."""
-SETUP = ("model", "requests", "input", "output", "kv_cache")
+SETUP = ("model", "requests", "input", "output", "kv_cache", "layout")
 """What a case and its BF16 have in common."""
 
 Case = dict[str, Any]

@@ -29,6 +29,7 @@ from rich.console import Console
 from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.http_client import AnswerError, Clients, HttpLoad
+from vllm_fp8ext.bench.layouts import Layout
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import variant_servers
 from vllm_fp8ext.demo.server import MODEL, Server, serve_options
@@ -45,10 +46,11 @@ def main() -> int:
     origin, cases = provenance(), []
     with (
         checkpoint(options.checkpoint, options.shape) as folder,
-        _servers(folder, options) as servers,
+        _servers(folder, options) as started,
         Clients(options.clients) as clients,
     ):
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        servers = {name: server for (name, _), [server] in started.items()}
         for case in itertools.chain(
             _rates(servers, clients, vocabulary, options), _memory_and_agreement(servers, vocabulary, options)
         ):
@@ -58,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def _servers(folder: Path, options: Any) -> AbstractContextManager[dict[str, Server]]:
+def _servers(folder: Path, options: Any) -> AbstractContextManager[dict[tuple[str, Layout], list[Server]]]:
     """Start all servers, by variant; they answer inside the context."""
     arguments = [
         *("--max-model-len", str(max(options.prompt + options.output, *options.positions) + options.window)),
@@ -107,8 +109,8 @@ def _rates(
 
 def _decode_seconds(url: str, load: HttpLoad, clients: Clients, seed: int) -> float:
     """Time answers whose prompts are cached: the same load is asked for one token each before."""
-    clients.ask(url, replace(load, output=1, streamed=False), seed, LONGEST_SECONDS)
-    return clients.ask(url, load, seed, LONGEST_SECONDS).seconds
+    clients.ask([url], replace(load, output=1, streamed=False), seed, LONGEST_SECONDS)
+    return clients.ask([url], load, seed, LONGEST_SECONDS).seconds
 
 
 def _memory_and_agreement(

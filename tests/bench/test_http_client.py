@@ -36,7 +36,7 @@ async def server(answer: Answer) -> AsyncIterator[str]:
 def ask(answer: Answer, load: HttpLoad) -> tuple[int, float, list[float], int]:
     async def run() -> tuple[int, float, list[float], int]:
         async with server(answer) as url:
-            return await http_client._all(url, load.bodies(0), load, 0.0, 10)
+            return await http_client._all([(url, body) for body in load.bodies(0)], load, 0.0, 10)
 
     return asyncio.run(run())
 

@@ -99,16 +99,17 @@ class Clients:
         self._pool: Pool = multiprocessing.get_context("spawn").Pool(processes)
         self._pool.map(_ready, range(processes))
 
-    def ask(self, url: str, load: HttpLoad, seed: int, longest: float) -> Answered:
-        """Send a load, spread over the processes, and wait for its answers.
+    def ask(self, urls: Sequence[str], load: HttpLoad, seed: int, longest: float) -> Answered:
+        """Send a load, spread over the processes and the servers, and wait for its answers.
 
         Raises:
             AnswerError: an answer is no success, is not of the length asked for, or took `longest` seconds.
         """
         bodies = load.bodies(seed)
-        shares = [bodies[index :: self._processes] for index in range(self._processes)]
+        asked = [(urls[index % len(urls)] + ROUTES[load.route], body) for index, body in enumerate(bodies)]
+        shares = [asked[index :: self._processes] for index in range(self._processes)]
         start = time.time() + 0.2
-        work = [(url + ROUTES[load.route], share, load, start, longest) for share in shares if share]
+        work = [(share, load, start, longest) for share in shares if share]
         shares_done = self._pool.starmap(_ask_all, work)
         tokens = sum(part[0] for part in shares_done)
         if tokens != load.requests * load.output:
@@ -131,14 +132,14 @@ def _ready(_: int) -> None:
 
 
 def _ask_all(
-    url: str, bodies: list[dict[str, Any]], load: HttpLoad, start: float, longest: float
+    share: list[tuple[str, dict[str, Any]]], load: HttpLoad, start: float, longest: float
 ) -> tuple[int, float, list[float], int]:
-    """Tokens, the time of the end, gaps and parts of a process's share."""
-    return asyncio.run(_all(url, bodies, load, start, longest))
+    """Tokens, the time of the end, gaps and parts of a process's share: URLs and bodies."""
+    return asyncio.run(_all(share, load, start, longest))
 
 
 async def _all(
-    url: str, bodies: list[dict[str, Any]], load: HttpLoad, start: float, longest: float
+    share: list[tuple[str, dict[str, Any]]], load: HttpLoad, start: float, longest: float
 ) -> tuple[int, float, list[float], int]:
     import aiohttp
 
@@ -147,7 +148,7 @@ async def _all(
     gaps: list[float] = []
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         await asyncio.sleep(max(0.0, start - time.time()))
-        requests = [_one(session, url, json.dumps(body).encode(), load, gaps) for body in bodies]
+        requests = [_one(session, url, json.dumps(body).encode(), load, gaps) for url, body in share]
         answers = await asyncio.gather(*requests)
         stop = time.time()
     # whole answers are read once all have come: that takes these processes longer than some servers need to write them

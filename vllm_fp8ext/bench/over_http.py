@@ -3,10 +3,11 @@
 
     fp8ext bench http --shape Qwen3-8B --kv fp8 --kv-gib 22 --out served.json
 
-All servers run side by side on one GPU and take turns, so that they see the same GPU and the same host. Requests are a
+All servers run side by side on the same GPUs and take turns, so that they see the same GPU and the same host. Requests are a
 trainer's: token ids in and out, temperature 1, several samples of a prompt, with and without logprobs, streamed and not.
 Weights are generated (or given, --checkpoint), as is a tokenizer for them, so that answers have texts. Every server first
-answers a short load unmeasured.
+answers a short load unmeasured. `--layouts` spreads servers over several GPUs: `tp2` and `dp2` are one server of as many
+tensor- or data-parallel ranks, `replicas2` are two servers that are asked in turn.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from rich.console import Console
 from vllm_fp8ext.bench.engines import VARIANTS
 from vllm_fp8ext.bench.generated import SHAPES, checkpoint
 from vllm_fp8ext.bench.http_client import ROUTES, Clients, HttpLoad
+from vllm_fp8ext.bench.layouts import Layout
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.provenance import provenance, write_cases
 from vllm_fp8ext.bench.servers import variant_servers
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     loads = [load_of(text, options) for text in options.cases]
+    options.layouts = [Layout.of(text) for text in options.layouts]
     stop = time.monotonic() + options.seconds
     origin = provenance()
     cases: list[dict[str, Any]] = []
@@ -85,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-gib", type=float, default=22, help="of each server's KV cache")
     parser.add_argument("--seqs", type=int, default=256, help="most requests of a step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["one"], help="of each variant over GPUs, as many servers"
+    )
     parser.add_argument(
         "--settings",
         nargs="+",
@@ -128,8 +134,8 @@ def _name(load: HttpLoad) -> str:
 
 def _servers(
     folder: Path, routes: Collection[str], options: Any
-) -> AbstractContextManager[dict[str, Server]]:
-    """Start all servers, by name; they answer these routes inside the context."""
+) -> AbstractContextManager[dict[tuple[str, Layout], list[Server]]]:
+    """Start all servers, by name and layout; they answer these routes inside the context."""
     arguments = [
         *("--max-model-len", str(options.input * 2 + options.output + 64)),
         *("--max-num-seqs", str(options.seqs), "--max-num-batched-tokens", str(STEP)),
@@ -144,26 +150,29 @@ def _servers(
         kv_gib=options.kv_gib,
         console=console,
         settings=options.settings,
+        layouts=options.layouts,
     )
 
 
 def _measure(
-    servers: dict[str, Server], clients: Clients, load: HttpLoad, options: Any
+    servers: dict[tuple[str, Layout], list[Server]], clients: Clients, load: HttpLoad, options: Any
 ) -> list[dict[str, Any]]:
     seeds = itertools.count(hash((load.requests, load.streamed)) % 1000)
     short = replace(load, output=min(load.output, 48))
-    for server in servers.values():
-        clients.ask(server.url, short, next(seeds), 300)
-    samples: dict[str, list[float]] = {name: [] for name in servers}
-    gaps: dict[str, list[float]] = {name: [] for name in servers}
-    parts: dict[str, int] = dict.fromkeys(servers, 0)
+    urls = {name: [server.url for server in group] for name, group in servers.items()}
+    for own in urls.values():
+        clients.ask(own, short, next(seeds), 300)
+    samples: dict[tuple[str, Layout], list[float]] = {name: [] for name in servers}
+    gaps: dict[tuple[str, Layout], list[float]] = {name: [] for name in servers}
+    parts: dict[tuple[str, Layout], int] = dict.fromkeys(servers, 0)
     for _ in range(options.repeat):
-        for name, server in servers.items():
-            answered = clients.ask(server.url, load, next(seeds), 300)
+        for name, own in urls.items():
+            answered = clients.ask(own, load, next(seeds), 300)
             samples[name].append(answered.tokens / answered.seconds)
             gaps[name] += answered.gaps
             parts[name] += answered.parts
-            console.print(f"{_name(load):48} {name:40} {samples[name][-1]:9,.0f} tokens/s")
+            words = f"{name[0]} {name[1]}"
+            console.print(f"{_name(load):48} {words:40} {samples[name][-1]:9,.0f} tokens/s")
     return [
         {
             "model": options.shape,
@@ -176,7 +185,8 @@ def _measure(
             "route": load.route,
             "logprobs": load.logprobs,
             "streamed": load.streamed,
-            "variant": name,
+            "variant": name[0],
+            **({"layout": str(name[1])} if name[1] != Layout() else {}),
             "tokens_per_s": round(statistics.median(samples[name]), 1),
             "samples": [round(sample, 1) for sample in samples[name]],
             "itl_p50": _quantile(gaps[name], 50),
@@ -197,15 +207,15 @@ def _quantile(gaps: list[float], percent: int) -> float | None:
 
 def _compare(cases: list[dict[str, Any]]) -> None:
     """Set each case's ratios to BF16, and to the same server without logprobs and streams."""
-    shape = ("requests", "samples_per_prompt", "input", "output")
+    shape = ("requests", "samples_per_prompt", "input", "output", "layout")
     compared = (*shape, "route", "logprobs", "streamed", "one_request")
     for case in cases:
         for other in cases:
-            same = [case[key] == other[key] for key in compared]
+            same = [case.get(key) == other.get(key) for key in compared]
             if all(same) and other["variant"] == "bf16":
                 case["ratio_bf16"] = round(case["tokens_per_s"] / other["tokens_per_s"], 3)
             plain = other["logprobs"] is None and not other["streamed"] and not other["one_request"]
-            alike = all(case[key] == other[key] for key in (*shape, "variant"))
+            alike = all(case.get(key) == other.get(key) for key in (*shape, "variant"))
             if plain and alike and other["route"] == "completions":
                 case["ratio_without_logprobs"] = round(case["tokens_per_s"] / other["tokens_per_s"], 3)
 
@@ -217,7 +227,7 @@ def _print(cases: list[dict[str, Any]]) -> None:
         words += ["n"] if case["one_request"] else []
         itl = f"p50 {case['itl_p50'] * 1e3:.1f} p99 {case['itl_p99'] * 1e3:.1f} ms" if case["itl_p50"] else ""
         console.print(
-            f"{' '.join(words):44} {case['variant'][:60]:60} {case['tokens_per_s']:8,.0f} "
+            f"{' '.join(words):44} {case['variant'][:50]:50} {case.get('layout', 'one'):10} {case['tokens_per_s']:8,.0f} "
             f"{case.get('ratio_bf16', 0):5.2f} {case.get('ratio_without_logprobs', 0):5.2f} "
             f"{case['tokens_per_part'] or '':>5} {itl}"
         )

@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from vllm_fp8ext.bench.engines import VARIANTS, with_graphs
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
+from vllm_fp8ext.bench.layouts import Layout
 from vllm_fp8ext.demo.server import Server, serve_options
 
 START_SECONDS = 1500.0
@@ -46,8 +48,9 @@ def variant_servers(
     kv_gib: float,
     console: Console,
     settings: Sequence[Mapping[str, Any]] = ({},),
-) -> Iterator[dict[str, Server]]:
-    """Yield servers by name, side by side on one GPU, once all answer.
+    layouts: Sequence[Layout] = (Layout(),),
+) -> Iterator[dict[tuple[str, Layout], list[Server]]]:
+    """Yield servers by name and layout, side by side on the same GPUs, once all answer: the replicas of each.
 
     `settings`: of blockfp8, as many servers. `kv`: dtype of each server's KV cache, of `kv_gib` GiB; blockfp8 calibrates
     the scales of an FP8 one. `arguments`: more of `vllm serve`, which come last.
@@ -58,26 +61,33 @@ def variant_servers(
         *("--gpu-memory-utilization", "0.1", *arguments),
     ]
     scales = {"kv_scales": {"policy": "calibrate"}} if kv.startswith("fp8") else {}
-    servers: dict[str, Server] = {}
+    servers: dict[tuple[str, Layout], list[Server]] = {}
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        for variant in variants:
-            log = Path(logs) / variant
+        for layout, variant in itertools.product(layouts, variants):
             quantization = VARIANTS[variant].get("quantization")
-            if variant != "blockfp8":
-                more = ["--quantization", quantization] if quantization else []
-                server = Server(folder, log, stock=True, arguments=[*shared, *more])
-                servers[variant] = stack.enter_context(server)
-                continue
-            for number, chosen in enumerate(settings):
+            for chosen in settings if variant == "blockfp8" else ({},):
                 name = f"{variant} {json.dumps(chosen)}" if chosen else variant
-                server = Server(
-                    folder,
-                    log.with_name(f"{variant}-{number}"),
-                    arguments=shared,
-                    settings=with_graphs({**scales, **chosen}),
+                own = (
+                    {"settings": with_graphs({**scales, **chosen})}
+                    if variant == "blockfp8"
+                    else {"stock": True}
                 )
-                servers[name] = stack.enter_context(server)
-        wait_for_all(servers, console)
+                more = ["--quantization", quantization] if quantization and variant != "blockfp8" else []
+                for replica in range(layout.replicas):
+                    server = Server(
+                        folder,
+                        Path(logs) / f"{len(servers)}-{replica}",
+                        arguments=[*shared, *more, *layout.arguments()],
+                        variables=layout.variables(replica),
+                        **own,
+                    )
+                    servers.setdefault((name, layout), []).append(stack.enter_context(server))
+        every = {
+            f"{name}, {layout}, {number}": server
+            for (name, layout), replicas in servers.items()
+            for number, server in enumerate(replicas)
+        }
+        wait_for_all(every, console)
         yield servers
 
 

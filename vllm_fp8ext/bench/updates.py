@@ -11,7 +11,8 @@ baseline's.
 `stock` is vLLM's own reload of `fp8_per_block` from files. `native` and `native-packed` are vLLM's own weight transfer by
 CUDA IPC, to our server and to stock's; `native-typed` is the same to ours, with typed handles. Of these `transfer s` is the
 time from `start` to the answer of `finish`, without the pause around a stock server's. `http-plain` is `http` without
-checksums. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts.
+checksums. With `nccl` the server is kept off the last GPU, from which the trainer broadcasts. Where `--layout` takes all of
+them, one is shared: NCCL takes the trainer for another machine then, and reaches it through the network.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from rich.table import Table
 from vllm_fp8ext.bench.background import Background
 from vllm_fp8ext.bench.bare import baseline
 from vllm_fp8ext.bench.generated import SHAPES, allowed_dirs, two_checkpoints
+from vllm_fp8ext.bench.layouts import Layout, visible_gpus
 from vllm_fp8ext.bench.options import CommandLine, json_object
 from vllm_fp8ext.bench.peak_memory import PeakMemory
 from vllm_fp8ext.bench.provenance import provenance, write_cases
@@ -49,6 +51,7 @@ console = Console(width=140, highlight=False)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says; the exit code."""
     options = _parser().parse_args(arguments)
+    options.layout = Layout.of(options.layout)
     origin = provenance()
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fp8ext-", dir=options.dir) as scratch:
@@ -99,13 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--settings", type=json_object, default={}, help="more settings of fp8ext, as JSON")
     parser.add_argument("--serve", nargs="*", default=[], help="more options of vllm serve: a=b")
+    parser.add_argument("--layout", default="one", help="of the server over GPUs: such as tp2 or dp2")
     parser.add_argument("--dir", type=Path, help="folder with room for two checkpoints")
     return parser
 
 
 def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path) -> Server:
     longest = max(options.running)
-    arguments = server_arguments(longest, options.serve)
+    arguments = [*server_arguments(longest, options.serve), *options.layout.arguments()]
     native = not set(NATIVE).isdisjoint(options.transports)
     if native:
         from vllm_fp8ext.bench.native import SERVE, SETTINGS, STOCK_VARIABLES
@@ -117,22 +121,16 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
         return Server(model, folder / "stock.log", arguments=arguments, variables=variables, stock=True)
     settings = {"allowed_dirs": allowed_dirs(options.checkpoints or [folder / "a"]), **options.settings}
     settings |= SETTINGS if native else {}
-    variables = (
-        _without_the_last_gpu() if any(transport_of(name) == "nccl" for name in options.transports) else {}
-    )
+    variables = options.layout.variables(0)
+    if any(_shares(name, options.layout) for name in options.transports):
+        os.environ["NCCL_HOSTID"] = "the-trainer"  # processes of one machine cannot share a GPU in a group
     log = folder / "blockfp8.log"
     return Server(model, log, arguments=arguments, settings=settings, variables=variables)
 
 
-def _without_the_last_gpu() -> dict[str, str]:
-    """Return environment variables that keep a server off the trainer's GPU."""
-    import torch
-
-    count = torch.cuda.device_count()
-    if count == 1:
-        raise SystemExit("nccl: expected two GPUs or more, or none, found 1")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return {"CUDA_VISIBLE_DEVICES": visible.rpartition(",")[0]} if count else {}
+def _shares(transport: str, layout: Layout) -> bool:
+    """Tell whether a trainer that broadcasts, on the last GPU, has it together with a rank."""
+    return transport_of(transport) == "nccl" and len(visible_gpus()) == layout.ranks
 
 
 def _measure(
@@ -159,6 +157,8 @@ def _measure(
                 staging = "none" if variant == "stock" else settings.get("staging", "shadow")
                 case |= {"running": policy, "staging": staging, "settings": settings}
                 case |= {name: True for name in ("fused", "buckets") if getattr(options, name)}
+                case |= {} if options.layout == Layout() else {"layout": str(options.layout)}
+                case |= {"shared_gpu": True} if _shares(transport, options.layout) else {}
                 with (
                     pusher(variant, transport, policy, options, server, checkpoints) as push,
                     contextlib.nullcontext() if running else baseline(transport) as bare,

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a measured server is spread over GPUs."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from vllm_fp8ext.errors import ConfigError
+
+_KINDS = {"tp": "tensor", "dp": "data", "replicas": "replicas"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensor-parallel ranks of each data-parallel rank of each replica, which is a server."""
+
+    tensor: int = 1
+    data: int = 1
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read `one`, or parts that are joined by `+`: `tp2`, `dp2`, `replicas2`.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        parts = [] if text == "one" else text.split("+")
+        matches = [re.fullmatch(r"(tp|dp|replicas)([1-9]\d*)", part) for part in parts]
+        found = {_KINDS[match[1]]: int(match[2]) for match in matches if match}
+        if len(found) < len(parts):
+            raise ConfigError(f"expected one, or such as tp2, dp2, replicas2 or tp2+dp2, found {text!r}")
+        return cls(**found)
+
+    def __str__(self) -> str:
+        parts = [f"{kind}{getattr(self, name)}" for kind, name in _KINDS.items() if getattr(self, name) > 1]
+        return "+".join(parts) or "one"
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor * self.data
+
+    def arguments(self) -> list[str]:
+        """Return arguments of `vllm serve` for each replica."""
+        tensor = ["--tensor-parallel-size", str(self.tensor), "--distributed-executor-backend", "mp"]
+        data = ["--data-parallel-size", str(self.data)]
+        return [*(tensor if self.tensor > 1 else ()), *(data if self.data > 1 else ())]
+
+    def variables(self, replica: int) -> dict[str, str]:
+        """Return the environment of a replica: the GPUs of its own, the first ones for the first.
+
+        Raises:
+            ConfigError: there are GPUs, but not as many.
+        """
+        gpus = visible_gpus()
+        own = gpus[replica * self.ranks : (replica + 1) * self.ranks]
+        if gpus and len(own) < self.ranks:
+            raise ConfigError(f"layout {self}: expected {self.ranks * self.replicas} GPUs, found {len(gpus)}")
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if gpus else {}
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, as the variable for them names them."""
+    import torch
+
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
