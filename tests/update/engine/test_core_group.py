@@ -59,6 +59,10 @@ class OneOfSeveral(ScriptedCore):
     def time_step(self) -> bool:
         return self.requests > 0
 
+    def resume(self) -> float:
+        super().resume()
+        return 7.0 + self.first
+
     @property
     def facts(self) -> CoreFacts:
         ends, self.stalled_until = self.stalled_until, None
@@ -124,6 +128,12 @@ def test_every_core_is_stopped_before_any_rank_swaps(cores: list[OneOfSeveral], 
         assert core.told[:2] == ["stop", "exchange [0, 1]"]
         assert core.told[-2:] == ["resume", "settle"]
         assert "epoch 1 step-1" in core.told
+
+
+def test_a_commit_tells_how_far_apart_its_cores_go_on(step: Committer) -> None:
+    phases = run(step)
+    assert phases is not None
+    assert phases["skew"] == RANKS
 
 
 @pytest.mark.parametrize("failing", [0, 1])

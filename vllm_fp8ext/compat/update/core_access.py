@@ -191,11 +191,12 @@ class CoreAccess:
             self._set_pause_state(state)
         self._wishes.clear()
 
-    def resume(self) -> None:
+    def resume(self) -> float | None:
         """Schedule again, unless others have paused meanwhile; where the KV cache sleeps, vLLM does so when it wakes."""
         if not self._wishes and not self._core.model_executor.is_sleeping:
             self._set_pause_state(PauseState.UNPAUSED)
         self.release()
+        return None
 
     def paused(self) -> bool:
         """Tell whether somebody else has paused the engine.

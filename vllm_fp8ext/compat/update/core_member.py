@@ -8,6 +8,7 @@ Replaced on an instance: the scheduler's `set_pause_state`, and of cores that st
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,10 +99,10 @@ class CoreMember(CoreAccess):
         super().admit_no_more()
         self._meet_others()
 
-    def resume(self) -> None:
-        """Schedule again as others want it."""
+    def resume(self) -> float:
+        """Schedule again as others want it; when, by `time.perf_counter()`, which the cores of a machine share."""
         if self._before is None:
-            return
+            return time.perf_counter()
         self._set_pause_state(self._before)
         self._before = None
         self.release()
@@ -110,6 +111,7 @@ class CoreMember(CoreAccess):
                 self._core.add_request = self._add_request
             if self._core.scheduler.has_unfinished_requests():
                 self._step_together()
+        return time.perf_counter()
 
     def refuse_requests(self) -> None:
         """End every request with an error, and each one that comes, until `accept_requests`."""

@@ -125,9 +125,10 @@ class CoreGroup:
     def begin_step(self) -> None:
         """Do nothing: each core begins its next step by itself, ranks that step together at the same time."""
 
-    def resume(self) -> None:
-        """Schedule again where others have not paused a core."""
-        self._all("resume")
+    def resume(self) -> float:
+        """Schedule again where others have not paused a core; seconds between the first core that does and the last."""
+        times = self._all("resume")
+        return float(max(times) - min(times))
 
     def pause_state(self) -> None:
         """Return nothing: each core remembers what others had asked of it (`resume`)."""
