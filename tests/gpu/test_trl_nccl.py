@@ -28,7 +28,7 @@ def model() -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        write_checkpoint(path, "Qwen3-0.6B", 0, "cuda")
+        write_checkpoint(path, "Qwen3-1.7B", 0, "cuda")
         yield path
 
 
