@@ -123,7 +123,9 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
     settings |= SETTINGS if native else {}
     variables = options.layout.variables(0)
     if any(_shares(name, options.layout) for name in options.transports):
-        os.environ["NCCL_HOSTID"] = "the-trainer"  # processes of one machine cannot share a GPU in a group
+        # processes of one machine cannot share a GPU in a group
+        os.environ["NCCL_HOSTID"] = "the-trainer"
+        variables |= {"NCCL_HOSTID": "the-server"}
     log = folder / "blockfp8.log"
     return Server(model, log, arguments=arguments, settings=settings, variables=variables)
 
