@@ -6,11 +6,13 @@ beside each its block scales. P is this rank's part of the intermediate size, pa
 no block spans gate and up: each expert's gate, up and down is a matrix with blocks of its own.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
@@ -39,10 +41,16 @@ USES: dict[str, tuple[str, ...]] = {
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig("
         "hidden_dim_unpadded, intermediate_size_per_partition_unpadded, swiglu_limit)",
     ),
+    "know whether experts get the tokens of other ranks": (
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.dp_size",
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.is_sequence_parallel",
+    ),
 }
 
 CODES = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
+SKIP_PADDING = "VLLM_MOE_SKIP_PADDING"
+"""Variable that tells vLLM's routers to choose no expert for padding; unknown to vLLM 0.32."""
 DEQUANTIZED = ("w13_dequantized", "w2_dequantized")
 
 
@@ -51,6 +59,16 @@ IN_16_BITS = (
     "without updates"
 )
 """The settings that serve experts which are not served in FP8."""
+
+
+def _route_padding() -> None:
+    """Have vLLM's routers choose experts for padding, too, in this process.
+
+    Experts that get the tokens of all ranks are chosen for all of them, and vLLM 0.33's mask of padding is that of one rank:
+    its kernel refuses a mask of another size.
+    """
+    if SKIP_PADDING in envs.environment_variables:
+        os.environ[SKIP_PADDING] = "0"
 
 
 def _not_served(which: str, name: str) -> ConfigError:
@@ -95,6 +113,8 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         odd = not_defined(moe)
         if odd:
             raise _not_served(f"with {odd}", prefix)
+        if moe.dp_size > 1 or moe.is_sequence_parallel:
+            _route_padding()
 
     @property
     def supports_eplb(self) -> bool:
