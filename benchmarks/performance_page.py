@@ -66,11 +66,12 @@ def main() -> None:
 def tables() -> dict[Path, dict[str, str]]:
     """By page and name."""
     kernels, rollout = _cases("kernels"), _engine_cases()
+    served = [case for case in _cases("served") if "layout" not in case]  # those are on the page of scale
     return {
         DOCS / "performance.md": {
-            "served": _served_rates(_cases("served")),
-            "served_shares": _served_shares(_cases("served")),
-            "served_gaps": _served_gaps(_cases("served")),
+            "served": _served_rates(served),
+            "served_shares": _served_shares(served),
+            "served_gaps": _served_gaps(served),
             "decode": _decode(kernels),
             "prefill": _prefill(kernels),
             "weights": _weights(kernels),
@@ -85,7 +86,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "lm_head": _lm_head(_cases("lm_head")),
         },
         ROOT / "README.md": {
-            "served": _served_rates([case for case in _cases("served") if _is_usual(case)]),
+            "served": _served_rates([case for case in served if _is_usual(case)]),
         },
         DOCS / "against-fp8_per_block.md": {"ratios": _ratios(rollout)},
     }

@@ -109,8 +109,8 @@ def phases_picture(update: list[Case], file: Path) -> None:
 
 
 def is_shown(case: Case) -> bool:
-    """Tell whether each sample is a request of its own, on the most used route, answered at once."""
-    usual = case["route"] == "completions" and case["logprobs"] in (None, 0)
+    """Tell whether each sample is a request of its own, on the most used route, answered at once by one GPU."""
+    usual = case["route"] == "completions" and case["logprobs"] in (None, 0) and "layout" not in case
     return usual and not case["streamed"] and not case["one_request"]
 
 

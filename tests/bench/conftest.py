@@ -28,6 +28,11 @@ def models_page() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def scale_page() -> ModuleType:
+    return script("scale_page")
+
+
+@pytest.fixture(scope="module")
 def kv_page() -> ModuleType:
     return script("kv_page")
 

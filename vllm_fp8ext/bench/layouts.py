@@ -28,10 +28,10 @@ class Layout:
         """
         parts = [] if text == "one" else text.split("+")
         matches = [re.fullmatch(r"(tp|dp|replicas)([1-9]\d*)", part) for part in parts]
-        found = {_KINDS[match[1]]: int(match[2]) for match in matches if match}
-        if len(found) < len(parts):
+        sizes = {_KINDS[match[1]]: int(match[2]) for match in matches if match}
+        if len(sizes) < len(parts):
             raise ConfigError(f"expected one, or such as tp2, dp2, replicas2 or tp2+dp2, found {text!r}")
-        return cls(**found)
+        return cls(**sizes)
 
     def __str__(self) -> str:
         parts = [f"{kind}{getattr(self, name)}" for kind, name in _KINDS.items() if getattr(self, name) > 1]

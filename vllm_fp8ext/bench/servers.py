@@ -50,7 +50,7 @@ def variant_servers(
     settings: Sequence[Mapping[str, Any]] = ({},),
     layouts: Sequence[Layout] = (Layout(),),
 ) -> Iterator[dict[tuple[str, Layout], list[Server]]]:
-    """Yield servers by name and layout, side by side on the same GPUs, once all answer: the replicas of each.
+    """Yield servers by name and layout once all answer: the replicas of each. They share the same GPUs.
 
     `settings`: of blockfp8, as many servers. `kv`: dtype of each server's KV cache, of `kv_gib` GiB; blockfp8 calibrates
     the scales of an FP8 one. `arguments`: more of `vllm serve`, which come last.

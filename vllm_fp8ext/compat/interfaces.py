@@ -178,7 +178,7 @@ def _header(file: Path, tree: ast.Module, values: dict[str, Any], features: dict
 
 
 def _vllm_imports(tree: ast.Module, why: str) -> Iterator[Interface]:
-    """List what a file imports of vLLM, wherever in it, and what it reads of that by a name that begins with a capital."""
+    """List what a file imports of vLLM, wherever in it. Names with a capital that it reads of that come last."""
     imported: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
