@@ -131,7 +131,7 @@ def _server(variant: str, options: argparse.Namespace, model: Path, folder: Path
 
 
 def _shares(transport: str, layout: Layout) -> bool:
-    """Tell whether a trainer that broadcasts, on the last GPU, has it together with a rank."""
+    """Tell whether a trainer that broadcasts shares the last GPU with a rank."""
     return transport_of(transport) == "nccl" and len(visible_gpus()) == layout.ranks
 
 
