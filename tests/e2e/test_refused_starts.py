@@ -219,7 +219,7 @@ def outcomes(
 @pytest.mark.parametrize("case", SERVERS)
 def test_a_server_ends_and_says_why(outcomes: Outcomes, case: str) -> None:
     code, output = outcomes[0][case]
-    assert code != 0
+    assert code != 0, output[-4000:]
     assert SERVERS[case][1] in output
 
 
