@@ -29,7 +29,9 @@ def results(name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["kernels_h200.json", "rollout_h200.json", "rl_cpu.json"])
+@pytest.mark.parametrize(
+    "name", ["kernels_h200.json", "rollout_h200.json", "rl_cpu.json", "two_gpus_h200.json"]
+)
 def test_every_case_is_of_a_run_and_every_run_has_cases(name: str) -> None:
     result = results(name)
     assert {case["run"] for case in result["cases"]} == set(range(len(result["runs"])))
