@@ -48,6 +48,7 @@ def config(**settings: object) -> SimpleNamespace:
             quantization="blockfp8",
             runner_type="generate",
             is_mm_prefix_lm=False,
+            is_moe=True,
             enable_prompt_embeds=False,
         ),
         parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
@@ -149,7 +150,7 @@ PLAIN = {"decode_step_reuse", "sampling_cudagraph", "mixed_full_cudagraph"}
     [
         ("speculative_config", "drafts", "speculative decoding"),
         ("lora_config", "adapters", "LoRA adapters"),
-        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism of experts"),
         ("model_config.runner_type", "pooling", "a pooling model"),
     ],
 )
@@ -172,6 +173,15 @@ def test_an_engine_switches_off_what_does_not_apply(
     assert off == PLAIN
     told = {state.name: state.reason for state in states(engine) if not state.on}
     assert {told[name] for name in PLAIN} == {said}
+
+
+def test_cores_of_a_dense_model_are_engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch)
+    engine = config()
+    engine.parallel_config.data_parallel_size = 2
+    engine.model_config.is_moe = False
+    tell(engine)
+    assert all(is_available(name) for name in PLAIN)
 
 
 @pytest.mark.parametrize("name", ["core", "flatlogprobs"])

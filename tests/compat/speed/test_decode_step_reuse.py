@@ -252,6 +252,7 @@ def engine(**changed: Any) -> Any:
                 rswa_window=None,
                 runner_type="generate",
                 is_mm_prefix_lm=False,
+                is_moe=True,
                 enable_prompt_embeds=False,
             ),
         ),

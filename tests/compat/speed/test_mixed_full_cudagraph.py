@@ -52,7 +52,7 @@ def manager(
     )
     config.lora_config = None
     vars(config.model_config).update(
-        runner_type="generate", is_mm_prefix_lm=False, enable_prompt_embeds=False
+        runner_type="generate", is_mm_prefix_lm=False, is_moe=True, enable_prompt_embeds=False
     )
     for part, values in (changed or {}).items():
         vars(getattr(config, part) if part else config).update(values)

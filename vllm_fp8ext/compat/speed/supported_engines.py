@@ -7,7 +7,9 @@ FEATURE: str = "core"
 WHY: str = "Leave engines with adapters, drafts or several stages to vLLM."
 GAIN: str = "correctness, not speed"
 REPLACES: tuple[str, ...] = ()
-USES: dict[str, tuple[str, ...]] = {}
+USES: dict[str, tuple[str, ...]] = {
+    "know engines that step together": ("vllm.config.model:ModelConfig.is_moe",),
+}
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "`decode_step_reuse` and `mixed_full_cudagraph` go"
 
@@ -27,7 +29,8 @@ def reason_not_plain(config: Any) -> str | None:
         "speculative decoding": config.speculative_config is not None,
         "LoRA adapters": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size != 1,
-        "data parallelism": parallel.data_parallel_size != 1,
+        # cores of a dense model know nothing of each other: vLLM takes each for an engine of its own
+        "data parallelism of experts": parallel.data_parallel_size != 1 and model.is_moe,
         "context parallelism of prompts": parallel.prefill_context_parallel_size != 1,
         f"a {model.runner_type} model": model.runner_type != "generate",
         "embeddings as prompts": model.enable_prompt_embeds,
