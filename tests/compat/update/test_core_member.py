@@ -4,6 +4,7 @@
 import multiprocessing
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -356,6 +357,17 @@ def test_who_has_another_key_is_not_heard(remote: Remote, loop: Loop) -> None:
     RemoteMember(name, 1, 60.0, end).send("stop", ())
     member.send("stop", ())
     assert member.receive().result[0] == "stop"
+
+
+def test_who_says_nothing_holds_up_nobody(loop: Loop) -> None:
+    name = secrets.token_hex(8)
+    listen(name, 1, loop.thread, Echo)  # type: ignore[arg-type]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(member_channel._address(name, 1))
+        assert silent.recv(4)  # it was accepted
+        member = RemoteMember(name, 1, 60.0, end)
+        member.send("stop", ())
+        assert member.receive().result[0] == "stop"
 
 
 # --- which cores there are

@@ -5,13 +5,14 @@ Each of the others listens on a socket of this machine that has no file. Who con
 given to the processes that it started. A thread there answers pings at once, and hands calls to the core's main thread.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NoReturn
 
 from vllm_fp8ext.compat.update.core_member import CoreMember
@@ -110,20 +111,32 @@ class RemoteMember:
 
 
 def listen(name: str, index: int, thread: CoreThread, member: Callable[[], CoreMember]) -> None:
-    """Take the calls of core 0 on a thread, as long as this process lives. `index`: of this core."""
+    """Take the calls of core 0 on a thread, as long as this process lives. `index`: of this core.
+
+    Who connects is asked for the key on a thread of its own: one who says nothing holds up nobody.
+    """
     key = multiprocessing.current_process().authkey
-    listener = Listener(_address(name, index), _FAMILY, authkey=key)
+    listener = Listener(_address(name, index), _FAMILY)
+
+    def take(connection: Connection) -> None:
+        with connection:
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+            except (multiprocessing.AuthenticationError, EOFError, OSError):  # somebody else's process
+                return
+            _answer_calls(connection, thread, member)
 
     def serve() -> None:
         while True:
-            try:
-                connection = listener.accept()
-            except (multiprocessing.AuthenticationError, EOFError, OSError):  # somebody else's process
-                continue
-            with connection:
-                _answer_calls(connection, thread, member)
+            with contextlib.suppress(OSError):  # who connected has gone
+                _start(take, listener.accept())
 
-    threading.Thread(target=serve, name="fp8ext-member", daemon=True).start()
+    _start(serve)
+
+
+def _start(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, name="fp8ext-member", daemon=True).start()
 
 
 def _answer_calls(connection: Connection, thread: CoreThread, member: Callable[[], CoreMember]) -> None:
