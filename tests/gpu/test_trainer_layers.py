@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_fp8ext.trainer.block_product import multiply, quantize_blocks, quantize_rows
 from vllm_fp8ext.trainer.linear import BlockFp8Linear
 from vllm_fp8ext.trainer.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from vllm_fp8ext.trainer.tensor_linear import TensorFp8Linear
@@ -33,6 +34,16 @@ def test_passes_are_those_of_the_cpu(gemm: Any, backward: Any, shape: tuple[int,
     tokens, rows, columns = shape
     recipe = BlockScaling(backward=backward, gemm=gemm)
     compare(BlockFp8Linear(columns, rows, recipe=recipe, dtype=torch.bfloat16), tokens)
+
+
+def test_products_in_fp32_are_not_rounded_to_bf16() -> None:
+    """Gradients of weights in fp32; DeepGEMM's results are BF16."""
+    x = torch.randn(256, 512, device="cuda")
+    weight = quantize_blocks(torch.randn(128, 512, device="cuda"), "fp32")
+    quantized = quantize_rows(x.bfloat16(), "fp32")
+    out = multiply(quantized, weight, torch.float32)
+    assert not torch.equal(out, out.bfloat16().float())
+    assert relative(out, multiply(quantized, weight, torch.float32, "reference").cpu()) < 1e-5
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

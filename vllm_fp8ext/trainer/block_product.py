@@ -148,8 +148,9 @@ def row_values(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 def multiply(x: Quantized, weight: BlockWeight, dtype: torch.dtype, gemm: str = "auto") -> Tensor:
     """Multiply `x @ weight.T`, `[M, N]` of `dtype`, accumulated in fp32.
 
-    `gemm` as in `BlockScaling`. What DeepGEMM does not take (E5M2, an offset, columns that are no multiple of 128) goes to
-    `block_gemm`; on a CPU, and with `reference`, operands are dequantized and multiplied in fp32.
+    `gemm` as in `BlockScaling`. What DeepGEMM does not take (E5M2, an offset, columns that are no multiple of 128, another
+    `dtype` than BF16, to which it rounds) goes to `block_gemm`. On a CPU, and with `reference`, operands are dequantized and
+    multiplied in fp32.
 
     Raises:
         RuntimeError: `gemm` is `deep_gemm`, which is not installed.
@@ -157,11 +158,11 @@ def multiply(x: Quantized, weight: BlockWeight, dtype: torch.dtype, gemm: str = 
     deep_gemm = None
     if x.codes.is_cuda and gemm in ("auto", "deep_gemm"):
         deep_gemm = _deep_gemm(required=gemm == "deep_gemm")
-    if deep_gemm is not None and _fits(x, weight):
+    if deep_gemm is not None and dtype == torch.bfloat16 and _fits(x, weight):
         room = x.codes.shape[0], weight.codes.shape[0]
         out = torch.empty(room, dtype=torch.bfloat16, device=x.codes.device)
         deep_gemm(x, (weight.codes, weight.scales), out, disable_ue8m0_cast=True)
-        return out.to(dtype)
+        return out
     if gemm != "reference" and runs_kernels(x.codes):
         from vllm_fp8ext.kernels.gemm.block_gemm import block_gemm
 
