@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An FP8 KV cache whose scales change with the weights."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,44 +34,47 @@ FP8_WEIGHTS = 0.15
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
     """One rank with powers of two, prompts of its own and linear layers in FP8; two ranks with exact scales, no margin and
-    linear layers in BF16."""
+    linear layers in BF16. Each is started when it is first asked for."""
     logs = tmp_path_factory.mktemp("logs")
     options = (*SMALL, "--kv-cache-dtype", "fp8")
-    started = {
-        "pow2": Server(
-            EARLY,
-            logs / "pow2.log",
-            arguments=options,
-            settings={
+    given: dict[str, dict[str, Any]] = {
+        "pow2": {
+            "arguments": options,
+            "settings": {
                 "kv_scales": {"policy": "calibrate", "prompts": PROMPTS},
                 "allowed_dirs": [str(LATE.parent)],
             },
-        ),
-        "fp32": Server(
-            EARLY,
-            logs / "fp32.log",
-            arguments=(*options, *TWO_RANKS),
-            settings={
+        },
+        "fp32": {
+            "arguments": (*options, *TWO_RANKS),
+            "settings": {
                 "ignore": ["*"],
                 "kv_scales": {"policy": "provided", "scale_format": "fp32", "margin": 0.0},
             },
-            variables=variables(logs, ranks=2),
-        ),
+            "variables": variables(logs, ranks=2),
+        },
     }
-    with answering(*started.values()):
-        yield started
+
+    @functools.cache
+    def running(name: str) -> Server:
+        server = Server(EARLY, logs / f"{name}.log", **given[name])
+        stack.enter_context(answering(server))
+        return server
+
+    with ExitStack() as stack:
+        yield running
 
 
 @pytest.fixture
-def pow2(servers: dict[str, Server]) -> Server:
-    return on_early(servers["pow2"])
+def pow2(servers: Callable[[str], Server]) -> Server:
+    return on_early(servers("pow2"))
 
 
 @pytest.fixture
-def fp32(servers: dict[str, Server]) -> Server:
-    return servers["fp32"]
+def fp32(servers: Callable[[str], Server]) -> Server:
+    return servers("fp32")
 
 
 def on_early(server: Server) -> Server:
