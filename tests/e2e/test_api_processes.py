@@ -34,7 +34,7 @@ DEADLINE_SECONDS = 120.0
 CONNECTIONS = 64
 """Most connections that are opened until both processes have taken one."""
 LATE_FILE = LATE / "model.safetensors"
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 
 class TwoProcesses(FaultyServer):
@@ -313,7 +313,6 @@ def test_an_upload_to_one_ends_when_the_other_gives_the_update_up(server: TwoPro
         assert sending.result(60) in (404, 409, 410)
 
 
-@pytest.mark.full
 def test_a_server_one_of_whose_processes_is_killed_ends(
     tmp_path: Path, both: Both, ended: Callable[[int], bool]
 ) -> None:
@@ -338,7 +337,6 @@ def _spools(*processes: Process) -> list[Path]:
     return found
 
 
-@pytest.mark.full
 def test_processes_end_with_their_launcher(tmp_path: Path, both: Both, ended: Callable[[int], bool]) -> None:
     with TwoProcesses(tmp_path) as server:
         server.wait()
@@ -349,7 +347,6 @@ def test_processes_end_with_their_launcher(tmp_path: Path, both: Both, ended: Ca
         assert not any(path.exists() for path in spools)
 
 
-@pytest.mark.full
 def test_running_requests_are_answered_when_the_server_is_told_to_end(
     server: TwoProcesses, both: Both
 ) -> None:

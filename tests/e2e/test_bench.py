@@ -22,6 +22,7 @@ def bench(line: list[str], **variables: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+@pytest.mark.full
 def test_engines_take_turns(tmp_path: Path):
     out = tmp_path / "rollout.json"
     line = ["bench", "rollout", "--checkpoint", str(EARLY), "--variants", "bf16", "blockfp8"]

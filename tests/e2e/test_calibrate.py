@@ -21,6 +21,7 @@ PROMPTS = [[3 + index * 7 % 12 for index in range(start, start + 40)] for start 
 """Digits and signs."""
 
 
+@pytest.mark.full
 @pytest.mark.fp8_kv
 def test_a_calibrated_checkpoint_is_served(tmp_path: Path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "late-kv"

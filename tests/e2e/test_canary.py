@@ -13,6 +13,7 @@ from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 
 from .ask import complete, state
+from .conftest import FIRST
 
 PROMPTS = [[3 + 7 * index % 100 for index in range(length)] for length in (5, 64, 300)]
 
@@ -22,6 +23,7 @@ def _send(client, update, path: Path) -> None:
     client.put_chunk(update.id, 0, body, len(body))
 
 
+@FIRST
 def test_its_perplexity_is_that_of_the_served_model(server: Server):
     with server.client() as client:
         update = client.open(version="late", canary={"prompts": PROMPTS})

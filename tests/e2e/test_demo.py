@@ -41,7 +41,13 @@ def test_demo(tmp_path: Path):
     assert [span["version"] for span in found["weight_versions"]] == ["epoch-0", "late"]
 
 
-@pytest.mark.parametrize("command", [["demo"], ["calibrate", str(EARLY), "--out", "calibrated"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo"],
+        pytest.param(["calibrate", str(EARLY), "--out", "calibrated"], marks=pytest.mark.full),
+    ],
+)
 def test_a_command_that_is_told_to_end_leaves_nothing(command: list[str], tmp_path: Path) -> None:
     """As `timeout` and CI jobs that are cancelled do."""
     line = [sys.executable, "-P", "-m", "vllm_fp8ext.cli", *command]

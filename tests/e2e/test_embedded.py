@@ -164,6 +164,7 @@ def test_a_blocking_engine_that_died_is_named(blocking: dict[str, Any]) -> None:
     assert blocking["died"] == "engine-dead"
 
 
+@pytest.mark.full
 def test_a_model_with_a_constant_without_dimensions_is_updated(tmp_path: Path) -> None:
     facts = run_scenario("gemma_scenario.py", tmp_path)
     assert facts["one"] != facts["other"]

@@ -70,8 +70,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two ranks": ("glm4", {"ranks": 2}),
     "two ranks that share out experts": ("qwen3", {"ranks": 2, "share_out": True}),
 }
-REPRESENTATIVES = {"in place", "two ranks that share out experts"}
-"""Settings that `make test` has."""
+REPRESENTATIVES = {"in place"}
+"""Settings that `make test` has. Cores that share out experts are in `test_data_parallel.py`."""
 pytestmark = pytest.mark.timeout(SECONDS + 60)
 DEFAULTS = {
     "served": "early",
@@ -267,6 +267,7 @@ def test_answers_are_those_of_the_same_weights_in_transformers(
     assert median(differences) < 0.12 * median(spread)
 
 
+@pytest.mark.full
 def test_each_rank_has_experts_of_its_own(scenarios: Seen) -> None:
     tensors = scenarios("two ranks that share out experts")["manifest"]["tensors"]
     for expert in range(EXPERTS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault matrix on real servers: some cells of each kind and outcome in `make test`, every cell in `make test-all`.
+"""The fault matrix on real servers: cells of each outcome in `make test`, every cell in `make test-all`.
 
 `scripts/fault-matrix` runs them as well, and writes their table.
 """
@@ -35,13 +35,10 @@ REPRESENTATIVES = {
     Cell("out of memory", "prepare", 1),
     Cell("exception", "verify", 1),
     Cell("exception", "commit", 1, lasting=True),
-    Cell("exception", "staging", 2, experts=True),
-    Cell("exception", "commit", 2, experts=True),
-    Cell("exception", "rollback", 2, experts=True),
-    Cell("kill -9", "staging", 2, experts=True),
-    Cell("hang", "commit", 1),
+    Cell("exception", "rollback", 1),
+    Cell("kill -9", "staging", 1),
 }
-"""Cells that `make test` has: on two servers. Of two API processes `test_api_processes.py` has one."""
+"""Cells that `make test` has: on one server. Of two engine cores with experts `test_data_parallel.py` has some."""
 IN_ORDER = sorted(
     (*CELLS, *NATIVE_CELLS, *LOAD_CELLS), key=lambda cell: (cell.expected == DEAD, cell.kind == "hang")
 )
@@ -49,11 +46,11 @@ IN_ORDER = sorted(
 SERVERS = (
     pytest.param((1, False, 1, PATIENT_SECONDS), id="TP 1"),
     pytest.param((2, False, 1, PATIENT_SECONDS), id="TP 2", marks=pytest.mark.full),
-    pytest.param((2, True, 1, PATIENT_SECONDS), id="TP 2, experts"),
+    pytest.param((2, True, 1, PATIENT_SECONDS), id="TP 2, experts", marks=pytest.mark.full),
 )
 IMPATIENT = (
     pytest.param((1, False, 1, DEADLINE_SECONDS), id="TP 1"),
-    pytest.param((2, True, 1, 2 * DEADLINE_SECONDS), id="TP 2, experts", marks=pytest.mark.full),
+    pytest.param((2, True, 1, 2 * DEADLINE_SECONDS), id="TP 2, experts"),
 )
 """Servers whose deadline is waited for."""
 LONGER = (1, 4, 16)
@@ -159,6 +156,7 @@ def call(server: FaultyServer, path: str) -> httpx.Response:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", IMPATIENT)
 def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(faulty: Servers, key: Key) -> None:
     """Of a busy engine a call is given up; the engine goes on."""

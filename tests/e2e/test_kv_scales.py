@@ -304,6 +304,7 @@ def test_metrics_have_the_worst_and_every_layer(pow2: Server):
     assert metrics(pow2, "fp8ext:kv_scales_age_epochs") == {"": served(pow2).age}
 
 
+@pytest.mark.full
 def test_two_ranks_agree_with_bf16(fp32: Server):
     """Linear layers are BF16 here, so what is left is the order of sums. The first scales are calibrated whatever the policy,
     with the built-in sample."""
@@ -321,6 +322,7 @@ def test_two_ranks_agree_with_bf16(fp32: Server):
             assert served_scales.layers[layer][kind].headroom == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_policy_without_scales_is_refused_on_two_ranks_and_with_them_served(fp32: Server):
     with fp32.client() as client:
         with pytest.raises(UpdateError, match="go together"):
@@ -337,6 +339,7 @@ def test_a_policy_without_scales_is_refused_on_two_ranks_and_with_them_served(fp
     assert accuracy(answers(fp32.url, asked), asked) > 0.9
 
 
+@pytest.mark.full
 def test_what_was_served_last_is_calibrated_with(fp32: Server):
     """Once that is an eighth of what is calibrated with, be it before the first update."""
     usage = complete(fp32, "12+34=", 150, n=4, temperature=1, ignore_eos=True)["usage"]

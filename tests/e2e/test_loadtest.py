@@ -101,6 +101,7 @@ def test_rollout_steps_with_an_update_after_each(single: Server, tmp_path: Path,
     assert measured["counted"] == {"ids": 18}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_updates_by_the_clock_under_a_closed_loop(single: Server, tmp_path: Path):
     for seconds in (14, 60, 180):  # a busy machine may need longer until an update meets requests

@@ -326,7 +326,6 @@ def test_a_shape_that_is_not_the_tensors(single_trainer: Trainer, shape: list[in
     single_trainer.push(late())
 
 
-@ON_BOTH
 def test_a_trainer_that_stops_in_the_middle_of_a_broadcast(trainer: Trainer) -> None:
     """Ranks give it up, and one that is started anew sends again."""
     before, tensors = served(trainer.server), late()

@@ -27,6 +27,7 @@ def test_an_llm_in_the_trainers_process(tmp_path: Path) -> None:
     assert facts["renamed"] == "again"
 
 
+@pytest.mark.full
 def test_an_async_llm_beside_a_session_of_updates(tmp_path: Path) -> None:
     facts = facts_of("AsyncLLM", tmp_path)
     assert "was refused" in facts["of a worker"]

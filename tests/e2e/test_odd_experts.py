@@ -17,8 +17,6 @@ from .odd_experts import FAMILIES, LAYOUTS
 from .scenarios import SECONDS, run_scenario
 from .vision import has_torchvision
 
-REPRESENTATIVE = "gpt-oss"
-"""The family that `make test` has."""
 FP8_NOISE = {"GraniteMoE": 0.25}
 """Shares of the logits' spread by which answers may be off, where that is more than 0.12.
 
@@ -26,7 +24,7 @@ In transformers, with weights and activations of FP8's reference numerics, this 
 weights are drawn.
 """
 IN_16_BITS = ("gpt-oss", "gpt-oss on two ranks")
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(SECONDS + 60)]
 
 Seen = Callable[[str], tuple[dict[str, Any], Path]]
 
@@ -47,12 +45,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return seen
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name == REPRESENTATIVE else pytest.mark.full) for name in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -13,6 +13,7 @@ from vllm_fp8ext.demo.server import Server
 from vllm_fp8ext.errors import UpdateError
 
 from .ask import state
+from .conftest import FIRST
 
 ATTENTION = "model.layers.1.self_attn."
 CHOSEN = (
@@ -32,6 +33,7 @@ def some(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
+@FIRST
 def test_what_is_not_sent_stays(server: Server, late: dict[str, Tensor]):
     with server.client() as client:
         whole = client.push(late, version="late")

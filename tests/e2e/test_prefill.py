@@ -8,7 +8,7 @@ import pytest
 
 from .scenarios import SECONDS, run_scenario
 
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(SECONDS + 60)]
 RESTARTS = 2
 TOKENS = 4
 NATS = 1.0

@@ -22,7 +22,7 @@ from .ask import Stream
 from .fault_cells import GRACE_SECONDS, PATIENT_SECONDS, FaultyServer
 
 SHUTDOWN_SECONDS = 20
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 
 def test_a_killed_server_its_shared_memory_and_a_server_that_is_told_to_end(

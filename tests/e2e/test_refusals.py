@@ -331,6 +331,7 @@ def test_chunks_in_any_order_in_parallel_and_repeated(server: Server):
         assert client.digests().digests == checkpoint_digests(LATE, manifest)
 
 
+@FIRST
 def test_a_refused_chunk_can_be_sent_again(server: Server):
     bad = save(_with(NORM, lambda t: _poked(t, torch.nan)))
     good = (LATE / "model.safetensors").read_bytes()

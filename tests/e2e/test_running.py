@@ -178,6 +178,7 @@ def test_a_kept_request_leaves_nothing_behind_in_the_cache(server: Server):
     assert 0 < _cached(server, whole) <= len(straddling["prompt_token_ids"])
 
 
+@FIRST
 @pytest.mark.parametrize("asked", [False, True], ids=["always", "as vLLM 0.33 is asked"])
 def test_weight_versions_with_the_openai_client(server: Server, asked: bool):
     with server.client() as client:

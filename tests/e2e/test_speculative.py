@@ -16,6 +16,7 @@ from .conftest import NGRAM, OPTIONS, answering, on_early
 from .fault_cells import Cell, FaultyServer, run
 from .plugins import variables
 
+pytestmark = pytest.mark.full
 PROMPTS = [problem.prompt for problem in problems(2, seed=7)] + ["123+456=9750" * 8]
 TOKENS = 32
 LOGPROBS = 3
@@ -89,7 +90,6 @@ def test_answers_are_those_without_drafts(single: Server, drafting: Server) -> N
     assert "blockfp8: off with speculative decoding:" in drafting.log.read_text()
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_a_draft_model_keeps_its_weights(single: Server, tmp_path: Path) -> None:
     """It drafts by the late checkpoint: the early weights accept little of that, the late ones most. The manifest has none of
@@ -123,7 +123,6 @@ def test_a_draft_model_keeps_its_weights(single: Server, tmp_path: Path) -> None
         assert acceptance.previous.accepted_tokens > 0
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_drafts_of_suffixes(single: Server, tmp_path: Path) -> None:
     """Responses of earlier weights make drafts, and no tokens."""
@@ -147,7 +146,6 @@ def test_drafts_of_suffixes(single: Server, tmp_path: Path) -> None:
         assert acceptance.served.accepted_tokens > 0
 
 
-@pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 def test_a_fault_at_a_commit_with_drafts_in_flight(tmp_path: Path) -> None:

@@ -12,14 +12,8 @@ PACKAGES = {
     "skyrl": "skyrl",
     "checkpoint_engine": "checkpoint_engine",
 }
-REPRESENTATIVES = {("verl", 1)}
-"""Those that `make test` has."""
-CASES = [
-    pytest.param(name, ranks, marks=() if (name, ranks) in REPRESENTATIVES else pytest.mark.full)
-    for name in PACKAGES
-    for ranks in (1, 2)
-]
-pytestmark = pytest.mark.timeout(SECONDS + 60)
+CASES = [(name, ranks) for name in PACKAGES for ranks in (1, 2)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(SECONDS + 60)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)

@@ -171,6 +171,7 @@ def test_generation_goes_on_while_an_update_is_staged(server: Server):
     assert any(start < moment < end for moment in arrivals for start, end in spans)
 
 
+@FIRST
 def test_rollback_needs_previous_weights(server: Server):
     with server.client() as client:
         client.push(LATE, version="late")
@@ -270,6 +271,7 @@ def test_to_resume_what_is_not_there_sends_nothing(single: Server):
         assert client.weights() == before
 
 
+@FIRST
 def test_base_epoch_guards(server: Server):
     with server.client() as client:
         epoch = client.weights().epoch
@@ -279,6 +281,7 @@ def test_base_epoch_guards(server: Server):
         assert client.push(LATE, base_epoch=epoch).result["epoch"] == epoch + 1
 
 
+@FIRST
 def test_health_while_updating(server: Server):
     with server.client() as client:
         update = client.open()

@@ -111,6 +111,7 @@ def _aborted(server: Server, change: Callable[[], Any]) -> bool:
     return True
 
 
+@FIRST
 def test_aborting_ends_running_requests_with_what_they_have(server: Server):
     def by_commit() -> bool:
         on_early(server)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of every family through the whole row: started, updated, compared with a cold start, refused, rolled back.
 
-One of each kind by default; all of them by `pytest -m full tests/e2e/test_zoo.py`, or as a page by `scripts/model-zoo`.
+`make test` has none of them: all run by `pytest -m full tests/e2e/test_zoo.py`, or as a page by `scripts/model-zoo`.
 """
 
 import functools
@@ -20,8 +20,6 @@ from .scenarios import SECONDS, run_scenario
 from .vision import has_torchvision
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)
-REPRESENTATIVES = {"qwen3_next", "qwen3_reward"}
-"""Families that `make test` has; dense ones, mixtures of experts and towers are in other tests there."""
 
 Rows = Callable[[str], dict[str, Any]]
 
@@ -41,9 +39,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return seen
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.full) for name in ZOO]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ZOO)
 def test_a_family_passes_the_whole_row(rows: Rows, name: str) -> None:
     family = ZOO[name]
     if family.needs_torchvision and not has_torchvision():

@@ -37,7 +37,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _told("hybrid", tmp_path_factory)
 
 
-@pytest.fixture(params=["plain", "hybrid"])
+@pytest.fixture(params=["plain", pytest.param("hybrid", marks=pytest.mark.full)])
 def facts(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of each of them."""
     result: dict[str, Any] = request.getfixturevalue(request.param)
@@ -57,6 +57,7 @@ def test_blocks_of_running_requests_are_found(plain: dict[str, Any]) -> None:
     assert plain["written"] == dict.fromkeys(layers, blocks)
 
 
+@pytest.mark.full
 def test_blocks_are_told_by_group(hybrid: dict[str, Any]) -> None:
     """Those that a window has left behind are held no more; a block belongs to one group."""
     groups = hybrid["held"]
