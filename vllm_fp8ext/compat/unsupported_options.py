@@ -109,51 +109,28 @@ def _unsupported_transfer(config: Any) -> str | None:
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
     """Raise `ConfigError` naming everything in a `VllmConfig` that can't be served, or updated live."""
-    parallel, cache_dtype = config.parallel_config, config.cache_config.cache_dtype
+    never = _never_supported(config, settings)
+    live = _unsupported_live(config, settings) if settings.staging != "none" else []
+    groups = (("blockfp8", never), ("blockfp8 with live updates", live))
+    lines = [
+        "\n  ".join([f"{what} can't be combined with:", *refused]) for what, refused in groups if refused
+    ]
+    if live:
+        which = "the latter" if never else "they"
+        lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _never_supported(config: Any, settings: Settings) -> list[str]:
+    """List what can't be served, with live updates or without."""
+    cache_dtype = config.cache_config.cache_dtype
     never: list[str] = []
-    reasons = []
-    if parallel.pipeline_parallel_size > 1:
-        reasons += _unsupported_stages(config, settings)
-    if parallel.data_parallel_size > 1:
-        reasons += _unsupported_data_parallel(config, settings)
-    if getattr(parallel, "nnodes", 1) > 1:
-        reasons.append(
-            f"--nnodes {parallel.nnodes}: bodies of updates lie in the memory of one machine, where ranks of another don't "
-            "find them; run one server per machine, each takes its own updates"
+    quantizes_queries = config.model_config.use_mla and config.attention_config.use_prefill_query_quantization
+    if quantizes_queries and cache_dtype.startswith("fp8"):
+        never.append(
+            "use_prefill_query_quantization with latent attention (MLA): what is cached would be read without its scales"
         )
-    if config.lora_config is not None and config.model_config.is_moe:
-        reasons.append(
-            "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense "
-            "models alone; merge adapters into the weights that are sent"
-        )
-    speculative = config.speculative_config
-    drafts = speculative and unsupported_drafts(speculative, settings.draft_weights)
-    if drafts:
-        reasons.append(drafts)
-    if config.kv_transfer_config is not None:
-        reasons.append(
-            "--kv-transfer-config: connectors look K and V up by their tokens; ExampleConnector gave back those of the "
-            "weights before an update"
-        )
-    if getattr(config, "ec_transfer_config", None) is not None:
-        reasons.append(
-            "--ec-transfer-config: outputs of other weights' encoders could come through a connector"
-        )
-    if config.model_config.runner_type == "pooling" and settings.canary is not None:
-        reasons.append("a canary's prompts for a pooling model: it has no logits to score them by")
-    offload = getattr(config, "offload_config", None)
-    if offload is not None and _offloads(offload):
-        reasons.append("CPU offload: offloaded weights have no address to exchange")
-    if PERMUTED & set(config.model_config.architectures):
-        reasons.append(
-            "Llama 4: vLLM's loader sorts the rows of q_proj and k_proj anew, where an update could not follow"
-        )
-    if config.model_config.use_mla:
-        reasons += _unsupported_latent(config)
-        if config.attention_config.use_prefill_query_quantization and cache_dtype.startswith("fp8"):
-            never.append(
-                "use_prefill_query_quantization with latent attention (MLA): what is cached would be read without its scales"
-            )
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0") and not _names_this_plugin():
         never.append(
             "VLLM_SERVER_DEV_MODE=1 without VLLM_PLUGINS=fp8ext: it opens weight routes that need no key, which "
@@ -166,9 +143,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         key_of(os.environ.get(ADMIN_KEY))
     except ConfigError as error:
         never.append(str(error))
-    if getattr(parallel, "enable_ep_weight_filter", False):
-        reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
-    if parallel.enable_eplb:
+    if config.parallel_config.enable_eplb:
         never.append(
             "--enable-eplb: experts would move between ranks, away from where updates and digests look for them; leave it out"
         )
@@ -177,16 +152,61 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
             f"kv_scales {settings.kv_scales.policy}: the KV cache has no scales; expected --kv-cache-dtype fp8, found "
             f"{cache_dtype}, or no kv_scales"
         )
-    live = reasons if settings.staging != "none" else []
-    groups = (("blockfp8", never), ("blockfp8 with live updates", live))
-    lines = [
-        "\n  ".join([f"{what} can't be combined with:", *refused]) for what, refused in groups if refused
-    ]
-    if live:
-        which = "the latter" if never else "they"
-        lines.append(f"Without live updates ({WITHOUT_UPDATES}) {which} are not refused.")
-    if lines:
-        raise ConfigError("\n".join(lines))
+    return never
+
+
+def _unsupported_live(config: Any, settings: Settings) -> list[str]:
+    """List what can't be served with live updates."""
+    parallel, model = config.parallel_config, config.model_config
+    reasons: list[str] = []
+    if parallel.pipeline_parallel_size > 1:
+        reasons += _unsupported_stages(config, settings)
+    if parallel.data_parallel_size > 1:
+        reasons += _unsupported_data_parallel(config, settings)
+    if getattr(parallel, "nnodes", 1) > 1:
+        reasons.append(
+            f"--nnodes {parallel.nnodes}: bodies of updates lie in the memory of one machine, where ranks of another don't "
+            "find them; run one server per machine, each takes its own updates"
+        )
+    if config.lora_config is not None and model.is_moe:
+        reasons.append(
+            "--enable-lora with a mixture of experts: updates of layers that adapters are added to were tried in dense "
+            "models alone; merge adapters into the weights that are sent"
+        )
+    speculative = config.speculative_config
+    drafts = speculative and unsupported_drafts(speculative, settings.draft_weights)
+    if drafts:
+        reasons.append(drafts)
+    reasons += _unsupported_connectors(config)
+    if model.runner_type == "pooling" and settings.canary is not None:
+        reasons.append("a canary's prompts for a pooling model: it has no logits to score them by")
+    if PERMUTED & set(model.architectures):
+        reasons.append(
+            "Llama 4: vLLM's loader sorts the rows of q_proj and k_proj anew, where an update could not follow"
+        )
+    if model.use_mla:
+        reasons += _unsupported_latent(config)
+    if getattr(parallel, "enable_ep_weight_filter", False):
+        reasons.append("--enable-ep-weight-filter: no rank would know the names of the others' experts")
+    return reasons
+
+
+def _unsupported_connectors(config: Any) -> list[str]:
+    """List what would bring K and V, or weights, from elsewhere."""
+    reasons = []
+    if config.kv_transfer_config is not None:
+        reasons.append(
+            "--kv-transfer-config: connectors look K and V up by their tokens; ExampleConnector gave back those of the "
+            "weights before an update"
+        )
+    if getattr(config, "ec_transfer_config", None) is not None:
+        reasons.append(
+            "--ec-transfer-config: outputs of other weights' encoders could come through a connector"
+        )
+    offload = getattr(config, "offload_config", None)
+    if offload is not None and _offloads(offload):
+        reasons.append("CPU offload: offloaded weights have no address to exchange")
+    return reasons
 
 
 def _unsupported_data_parallel(config: Any, settings: Settings) -> list[str]:

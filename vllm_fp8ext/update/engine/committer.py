@@ -179,11 +179,7 @@ class Committer:
             raise
         self._core.drain()
         drained = time.perf_counter()
-        if running is Running.ABORT:
-            self._core.abort_running()
-        stalls = self._core.unfinished() > 0
-        recompute = healing or running is Running.RECOMPUTE
-        self._separate_caches(label, scales, cached, recompute=recompute)
+        stalls = self._leave(label, running, scales, cached, healing=healing)
         self.previous, self.live = None if healing or held else self.live, label
         if healing and becomes_current:
             self._core.accept_requests()
@@ -199,21 +195,35 @@ class Committer:
         start, self.stall_seconds = held or stopped, None
         if stalls:
             self._core.time_next_step(lambda end: self._stalled(end - start))
+        phases = self._phases(start, stopped, drained, resumed)
+        logger.info(
+            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms",
+            *(label.epoch, shown(label.version), phases["pause"] * 1e3),
+        )
+        return phases if skew is None else {**phases, "skew": skew}
+
+    def _leave(
+        self, label: Label, running: Running, scales: ScaleSet | None, cached: str, *, healing: bool
+    ) -> bool:
+        """Do to requests and caches what a commit does, between its exchange and the next step; tell whether requests run."""
+        if running is Running.ABORT:
+            self._core.abort_running()
+        run_on = self._core.unfinished() > 0
+        recompute = healing or running is Running.RECOMPUTE
+        self._separate_caches(label, scales, cached, recompute=recompute)
+        return run_on
+
+    def _phases(self, start: float, stopped: float, drained: float, resumed: float) -> dict[str, float]:
+        """Wait for the exchange; returns the seconds of each phase, and notes when the pause began and ended."""
         exchange = self._settle()
         # `settle` may come late, after the host has queued the next step; the exchange began before `drained`
         over = min(time.perf_counter(), drained + exchange)
         self.paused = (start, max(resumed, over))
-        pause = self.paused[1] - start
-        logger.info(
-            "fp8ext: epoch %d (version %s) is served; paused for %.1f ms",
-            *(label.epoch, shown(label.version), pause * 1e3),
-        )
         return {
             "drain": drained - stopped,
             "exchange": exchange,
             "caches": resumed - drained,
-            "pause": pause,
-            **({} if skew is None else {"skew": skew}),
+            "pause": self.paused[1] - start,
         }
 
     def _require_ready(self, key: str, running: Running, cached: str, *, through_pause: bool) -> None:

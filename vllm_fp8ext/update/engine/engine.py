@@ -93,7 +93,10 @@ class UpdateEngine:
             kv=self.kv,
         )
         self.pauses = Pauses(core, self.committer, clock)
-        self._operations: dict[Operation, Callable[..., Result]] = {
+        self._operations = self._handlers()
+
+    def _handlers(self) -> dict[Operation, Callable[..., Result]]:
+        return {
             Operation.JOIN: self.join,
             Operation.STATUS: self.status,
             Operation.MANIFEST: self.manifest,
