@@ -9,7 +9,6 @@ import logging
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -18,12 +17,11 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_fp8ext.compat.features import adopt, is_available
 from vllm_fp8ext.compat.update import cpu_conv, cpu_kv_rounding, foreign_loaders
-from vllm_fp8ext.compat.update.data_parallel import EngineCores
 from vllm_fp8ext.compat.update.owner_process import follow_engine
 from vllm_fp8ext.compat.warmup import cpu_tiles
 from vllm_fp8ext.compat.warmup.compilations import counts
 from vllm_fp8ext.config import METHOD, Settings
-from vllm_fp8ext.errors import ConfigError, UpdateError, errors_as_results
+from vllm_fp8ext.errors import UpdateError, errors_as_results
 from vllm_fp8ext.layers.unquantized_layers import report
 from vllm_fp8ext.update.contract.operations import RankMethod
 from vllm_fp8ext.update.contract.rank_results import RankProgress, RankReply, RankResult
@@ -36,12 +34,7 @@ REPLACES: tuple[str, ...] = (
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
 )
-USES: dict[str, tuple[str, ...]] = {
-    "account for the shadow before the KV cache is sized": (
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.model_memory_usage",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.model_memory_usage",
-    ),
-}
+USES: dict[str, tuple[str, ...]] = {}
 UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "vLLM calls plugins after a model was loaded and before the KV cache is sized"
 
@@ -73,6 +66,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_fp8ext.compat.update.lora_layers import without_adapters
     from vllm_fp8ext.compat.update.model import kept_layers, recorded_checkpoint
     from vllm_fp8ext.compat.update.mxfp4_checkpoints import dequantized_mxfp4
+    from vllm_fp8ext.compat.update.rank_building import build_rank
     from vllm_fp8ext.compat.update.repeated_tensors import no_tensor_twice
 
     encoder_layers.install()
@@ -95,17 +89,9 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             for line in report(kept_layers(without_adapters(_models(runner)))):
                 logger.info(line)
         if on_gpu:
-            models = _models(runner)
-            if is_available("fusion"):
-                from vllm_fp8ext.compat.graphs import fusion
-
-                fusion.name_kernels(config, models)
-            if settings.kernels.takes_decode_attention and is_available("decode_attention"):
-                from vllm_fp8ext.compat.speed.decode_attention import attach_all
-
-                attach_all(models, config)
+            _give_kernels(_models(runner), config, settings)
         if live:
-            self.fp8ext_rank = _build(worker, config, runner, recorded)
+            self.fp8ext_rank = build_rank(worker, config, runner, recorded)
         rank = getattr(self, "fp8ext_rank", None)
         foreign_loaders.close(worker, _models(runner), rank.loads if rank is not None else None)
         return result
@@ -123,6 +109,18 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             samples = worker.use_v2_model_runner and runner.is_last_pp_rank and not runner.is_pooling_model
             warm_up(_models(runner), _most_tokens(settings, config), config if samples else None)
     return result
+
+
+def _give_kernels(models: nn.Module, config: VllmConfig, settings: Settings) -> None:
+    """Have layers of loaded models run our kernels, before graphs are compiled."""
+    if is_available("fusion"):
+        from vllm_fp8ext.compat.graphs import fusion
+
+        fusion.name_kernels(config, models)
+    if settings.kernels.takes_decode_attention and is_available("decode_attention"):
+        from vllm_fp8ext.compat.speed.decode_attention import attach_all
+
+        attach_all(models, config)
 
 
 def _install_gpu_speed(settings: Settings) -> None:
@@ -179,118 +177,3 @@ def _run(rank: Any, method: str, args: tuple[Any, ...]) -> RankResult:
         raise UpdateError("updates-unavailable", message)
     result: RankResult = attrgetter(method)(rank)(*args)
     return result
-
-
-def _build(worker: Any, config: VllmConfig, runner: Any, recorded: Any) -> Any:
-    from vllm_fp8ext.compat.update import head_copies, latent_weights
-    from vllm_fp8ext.compat.update.lora_layers import without_adapters
-    from vllm_fp8ext.compat.update.model import checkpoint_specs, initialize_shadow, require_no_copies
-    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
-    from vllm_fp8ext.compat.update.tied_layers import tie_alike
-    from vllm_fp8ext.compat.update.unloaded_names import DUMMY, expected_specs
-    from vllm_fp8ext.compat.update.untried_layers import untried_layers
-    from vllm_fp8ext.compat.update.weight_names import names_of
-    from vllm_fp8ext.layers.lm_head import is_tied
-    from vllm_fp8ext.update.worker.rank import Rank
-    from vllm_fp8ext.update.worker.shadow import Shadow
-
-    if config.load_config.load_format == DUMMY:
-        recorded.specs = expected_specs(config.model_config, runner.get_model())
-    if not recorded.specs:
-        logger.warning(
-            "blockfp8: no live updates, because load format %r does not tell what it loaded",
-            config.load_config.load_format,
-        )
-        return None
-    model = without_adapters(runner.get_model())
-    device = next(model.parameters()).device
-    with torch.inference_mode(False), torch.no_grad():
-        latent_weights.follow_updates(model)
-        shadow = initialize_shadow(config, device)
-        for tree in (model, shadow):
-            head_copies.follow_updates(tree)
-        shares_experts = config.parallel_config.data_parallel_size > 1  # a core of a dense model has 1
-        untried = untried_layers(
-            shadow,
-            Settings.parse(config.additional_config),
-            shares_experts=shares_experts,
-            stages=config.parallel_config.pipeline_parallel_size,
-        )
-        require_no_copies(shadow)
-        specs = checkpoint_specs(recorded.specs, config.model_config.dtype)
-        tied = is_tied(config.model_config)
-        if tied:
-            tie_alike(model, shadow)
-        names = names_of(shadow, config.model_config.hf_config, tied=tied)
-        inplace = Settings.parse(config.additional_config).staging == "inplace"
-        cores, ranks = EngineCores.of(config), config.parallel_config.world_size
-        number = cores.index * ranks + worker.rank
-        beside = [one for one in (runner.get_draft_model(), runner.get_model()) if one not in (None, model)]
-        weights = Shadow(model, shadow, specs, number, names, inplace=inplace, beside=beside)
-        weights.require_equal(recorded.heads)
-        kv = _kv_cache(model, weights, config, device)
-    cost = weights.weight_swap.bytes
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += cost
-    per_block = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())
-    blocks = -(-cost // per_block) if per_block else 0
-    if inplace:
-        logger.warning(
-            "blockfp8: staging inplace has no shadow: during an update nothing is generated, an update that fails half-way "
-            "leaves the engine poisoned until a full one heals it, and there is no rollback"
-        )
-    logger.info(
-        "blockfp8: the shadow takes %.2f GiB, as much as %d KV-cache blocks", cost / (1 << 30), blocks
-    )
-    kv_bytes = config.cache_config.kv_cache_memory_bytes
-    if kv_bytes and device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left with the allocator
-        free, _ = torch.cuda.mem_get_info(device)
-        if kv_bytes > free:
-            raise ConfigError(
-                f"--kv-cache-memory-bytes {kv_bytes}: only {free} bytes are free beside the model and its shadow "
-                f"({cost} bytes): "
-                'expected no more, or staging inplace or none (--additional-config \'{"fp8ext": {"staging": "inplace"}}\')'
-            )
-    return Rank(
-        weights,
-        number,
-        ranks,
-        blocks,
-        attend_plainly,
-        kv,
-        untried=untried,
-        pooling=config.model_config.runner_type == "pooling",
-        cores=cores.count,
-    )
-
-
-def _kv_cache(model: Any, shadow: Any, config: VllmConfig, device: torch.device) -> Any:
-    """The FP8 KV cache's scales, computed before anything is cached; None without one."""
-    from vllm_fp8ext.compat.update.kv_recorder import KvRecorder
-    from vllm_fp8ext.compat.update.kv_rescale import CachedCodes
-    from vllm_fp8ext.compat.update.kv_scales import attention_layers, gather, kv_scales_of, owners_of_kv
-    from vllm_fp8ext.compat.update.shadow_attention import attend_plainly
-    from vllm_fp8ext.update.contract.kv_request import check_prompts
-    from vllm_fp8ext.update.contract.kv_tokens import choose
-    from vllm_fp8ext.update.worker.kv_scales import RankKv
-
-    settings = Settings.parse(config.additional_config).kv_scales
-    if settings is None or not config.cache_config.cache_dtype.startswith("fp8"):
-        return None
-    of = config.model_config
-    vocabulary, longest = of.get_vocab_size(), of.max_model_len
-    layers = {layer.layer_name: layer for layer in attention_layers(model)}
-    scales = kv_scales_of(layers, settings, of.get_total_num_kv_heads(), device)
-    recorder = KvRecorder(layers, settings.record_every) if settings.policy == "history" else None
-    kv = RankKv(scales, settings, CachedCodes(owners_of_kv(layers, settings.policy)), recorder)
-    if settings.policy != "static":
-        try:
-            check_prompts(settings.prompts or (), settings, vocabulary, longest)
-        except UpdateError as error:
-            raise ConfigError(str(error)) from None
-        shadow.copy_unsent([])
-        shadow.derive()
-        tokens = choose(None, settings, [], vocabulary, longest)
-        kv.begin(shadow.model, device, attend_plainly, tokens, gather)
-    return kv

@@ -205,7 +205,7 @@ class Committer:
     def _leave(
         self, label: Label, running: Running, scales: ScaleSet | None, cached: str, *, healing: bool
     ) -> bool:
-        """Do to requests and caches what a commit does, between its exchange and the next step; tell whether requests run."""
+        """Do to requests and caches what a commit does before the next step; tell whether requests run."""
         if running is Running.ABORT:
             self._core.abort_running()
         run_on = self._core.unfinished() > 0
