@@ -131,7 +131,7 @@ def _account(worker: Any, runner: Any, cost: int) -> int:
 
 
 def _require_room(kv_bytes: int | None, cost: int, device: torch.device) -> None:
-    """Require room for a KV cache of a given size, beside the model and its shadow."""
+    """Require room for a KV cache beside the model and its shadow."""
     if not kv_bytes or device.type != "cuda":
         return
     torch.cuda.empty_cache()  # what loading left with the allocator
