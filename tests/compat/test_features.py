@@ -42,7 +42,10 @@ def without(monkeypatch: pytest.MonkeyPatch, *gone: Interface) -> None:
 
 def config(**settings: object) -> SimpleNamespace:
     """The parts of a `VllmConfig` that are read."""
-    parallel = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+    parallel = (
+        *("tensor_parallel_size", "pipeline_parallel_size"),
+        *("data_parallel_size", "prefill_context_parallel_size"),
+    )
     return SimpleNamespace(
         model_config=SimpleNamespace(
             quantization="blockfp8",
@@ -173,6 +176,17 @@ def test_an_engine_switches_off_what_does_not_apply(
     assert off == PLAIN
     told = {state.name: state.reason for state in states(engine) if not state.on}
     assert {told[name] for name in PLAIN} == {said}
+
+
+def test_steps_of_several_ranks_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch)
+    engine = config()
+    engine.parallel_config.tensor_parallel_size = 2
+    tell(engine)
+    off = {name for name in OPTIONAL if not is_available(name)}
+    assert off == {"decode_step_reuse", "sampling_cudagraph"}
+    told = {state.name: state.reason for state in states(engine) if not state.on}
+    assert {told[name] for name in off} == {"tensor parallelism"}
 
 
 def test_cores_of_a_dense_model_are_engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,15 @@ from typing import Self
 
 from vllm_fp8ext.errors import ConfigError
 
-_KINDS = {"tp": "tensor", "dp": "data", "replicas": "replicas"}
+_KINDS = {"tp": "tensor", "pp": "pipeline", "dp": "data", "replicas": "replicas"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensor-parallel ranks of each data-parallel rank of each replica, which is a server."""
+    """Sizes of a spread: servers (`replicas`), their data-parallel cores, stages, and ranks of a stage."""
 
     tensor: int = 1
+    pipeline: int = 1
     data: int = 1
     replicas: int = 1
 
@@ -27,10 +28,10 @@ class Layout:
             ConfigError: it is none of these.
         """
         parts = [] if text == "one" else text.split("+")
-        matches = [re.fullmatch(r"(tp|dp|replicas)([1-9]\d*)", part) for part in parts]
+        matches = [re.fullmatch(r"(tp|pp|dp|replicas)([1-9]\d*)", part) for part in parts]
         sizes = {_KINDS[match[1]]: int(match[2]) for match in matches if match}
         if len(sizes) < len(parts):
-            raise ConfigError(f"expected one, or such as tp2, dp2, replicas2 or tp2+dp2, found {text!r}")
+            raise ConfigError(f"expected one, or such as tp2, pp2, dp2, replicas2 or tp2+dp2, found {text!r}")
         return cls(**sizes)
 
     def __str__(self) -> str:
@@ -40,13 +41,14 @@ class Layout:
     @property
     def ranks(self) -> int:
         """GPUs of one replica."""
-        return self.tensor * self.data
+        return self.tensor * self.pipeline * self.data
 
     def arguments(self) -> list[str]:
         """Return arguments of `vllm serve` for each replica."""
-        tensor = ["--tensor-parallel-size", str(self.tensor), "--distributed-executor-backend", "mp"]
-        data = ["--data-parallel-size", str(self.data)]
-        return [*(tensor if self.tensor > 1 else ()), *(data if self.data > 1 else ())]
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
+        options = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
+        backend = ["--distributed-executor-backend", "mp"] if self.tensor * self.pipeline > 1 else []
+        return [*(word for option in options for word in option), *backend]
 
     def variables(self, replica: int) -> dict[str, str]:
         """Return the environment of a replica: the GPUs of its own, the first ones for the first.

@@ -70,19 +70,23 @@ def tell(config: Any) -> None:
         )
 
     other_engine = reason_not_plain(config)
+    ranks = "tensor parallelism" if config.parallel_config.tensor_parallel_size != 1 else None
 
     @functools.cache
     def reason(name: str) -> str | None:
         chosen = "the settings: features_off" if name in asked else None
-        engine = other_engine if features()[name].plain_engines else None
-        return chosen or _missing_here(name) or engine or reason_off(features()[name], reason, ())
+        feature = features()[name]
+        engine = (feature.plain_engines and other_engine) or (feature.one_rank and ranks) or None
+        return chosen or _missing_here(name) or engine or reason_off(feature, reason, ())
 
     reasons = {name: why for name in features() if name != CORE and (why := reason(name))}
     config.additional_config = {**(config.additional_config or {}), KEY: reasons}
     adopt(config)
-    _warn(tuple((name, why) for name, why in reasons.items() if why != other_engine))
-    if of_engine := [name for name, why in reasons.items() if why == other_engine]:
-        log_once(f"blockfp8: off with {other_engine}: {', '.join(of_engine)}")
+    of_engines = {other_engine, ranks} - {None}
+    _warn(tuple((name, why) for name, why in reasons.items() if why not in of_engines))
+    for engine in of_engines:
+        if names := [name for name, why in reasons.items() if why == engine]:
+            log_once(f"blockfp8: off with {engine}: {', '.join(names)}")
 
 
 def adopt(config: Any) -> None:

@@ -83,6 +83,9 @@ class Header:
     plain_engines: bool
     """Tells whether it is for engines alone that `supported_engines` finds plain."""
 
+    one_rank: bool
+    """Tells whether it is for engines without tensor parallelism alone."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
@@ -120,6 +123,11 @@ class Feature:
     def plain_engines(self) -> bool:
         """Tell whether it is for engines alone that `supported_engines` finds plain."""
         return any(header.plain_engines for header in self.headers)
+
+    @property
+    def one_rank(self) -> bool:
+        """Tell whether it is for engines without tensor parallelism alone."""
+        return any(header.one_rank for header in self.headers)
 
 
 @cache
@@ -174,6 +182,7 @@ def _header(file: Path, tree: ast.Module, values: dict[str, Any], features: dict
         switch=values.get("SWITCH"),
         gpu_only=values.get("GPU_ONLY", False),
         plain_engines=values.get("PLAIN_ENGINES", False),
+        one_rank=values.get("ONE_RANK", False),
     )
 
 

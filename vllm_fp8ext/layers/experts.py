@@ -6,13 +6,12 @@ beside each its block scales. P is this rank's part of the intermediate size, pa
 no block spans gate and up: each expert's gate, up and down is a matrix with blocks of its own.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import envs
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
@@ -41,16 +40,18 @@ USES: dict[str, tuple[str, ...]] = {
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig("
         "hidden_dim_unpadded, intermediate_size_per_partition_unpadded, swiglu_limit)",
     ),
-    "know whether experts get the tokens of other ranks": (
+    "bring tokens to the ranks that have their experts": (
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.dp_size",
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.is_sequence_parallel",
+        "vllm.distributed.parallel_state:GroupCoordinator.dispatch("
+        "hidden_states, topk_weights, topk_ids, is_sequence_parallel)",
+        "vllm.distributed.parallel_state:GroupCoordinator.combine(hidden_states, is_sequence_parallel)",
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase.supports_internal_mk",
     ),
 }
 
 CODES = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
-SKIP_PADDING = "VLLM_MOE_SKIP_PADDING"
-"""Variable that tells vLLM's routers to choose no expert for padding; unknown to vLLM 0.32."""
 DEQUANTIZED = ("w13_dequantized", "w2_dequantized")
 
 
@@ -59,16 +60,6 @@ IN_16_BITS = (
     "without updates"
 )
 """The settings that serve experts which are not served in FP8."""
-
-
-def _route_padding() -> None:
-    """Have vLLM's routers choose experts for padding, too, in this process.
-
-    Experts that get the tokens of all ranks are chosen for all of them, and vLLM 0.33's mask of padding is that of one rank:
-    its kernel refuses a mask of another size.
-    """
-    if SKIP_PADDING in envs.environment_variables:
-        os.environ[SKIP_PADDING] = "0"
 
 
 def _not_served(which: str, name: str) -> ConfigError:
@@ -113,12 +104,19 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         odd = not_defined(moe)
         if odd:
             raise _not_served(f"with {odd}", prefix)
-        if moe.dp_size > 1 or moe.is_sequence_parallel:
-            _route_padding()
 
     @property
     def supports_eplb(self) -> bool:
         return False
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Tell vLLM whether `apply` itself brings tokens to the ranks that have their experts.
+
+        vLLM would bring them before experts are chosen: by a mask of padding that is one rank's, which its kernels refuse for
+        the tokens of all.
+        """
+        return not self.shadow and (self.moe.dp_size > 1 or self.moe.is_sequence_parallel)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: only vLLM's own kernels ask."""
@@ -276,6 +274,13 @@ class BlockFp8ExpertsMethod(OnlineMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
+        if not self.supports_internal_mk:
+            return self._compute(layer, x, topk_weights, topk_ids)
+        group, in_sequence = get_ep_group(), self.moe.is_sequence_parallel
+        gathered = group.dispatch(x, topk_weights, topk_ids, in_sequence)
+        return group.combine(self._compute(layer, *gathered), in_sequence)
+
+    def _compute(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         experts = topk_ids
         if layer.expert_map is not None:  # -1, of tokens that pad a batch, is no expert's and stays so
             experts = torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.clamp(min=0).long()])

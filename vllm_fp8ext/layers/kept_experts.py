@@ -83,6 +83,10 @@ class KeptExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         if self._kernels is not None:
             self._kernels.process_weights_after_loading(layer)
+            if self.moe.dp_size > 1 or self.moe.is_sequence_parallel:
+                self.moe_kernel = (
+                    self._kernels.moe_kernel
+                )  # it brings tokens to other ranks: vLLM must not before
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
         return None if self._kernels is None else self._kernels.get_fused_moe_quant_config(layer)

@@ -57,7 +57,8 @@ def test_sizes_that_the_user_gives_are_all(
 ) -> None:
     config = SimpleNamespace(
         additional_config={"other": 1},
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(), is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     piecewise_capture_sizes.configure(config, EngineArgs(model="any", **arguments), asked)
     assert config.additional_config == {"other": 1, piecewise_capture_sizes.KEY: expected}
@@ -84,8 +85,8 @@ def config(name: str, ranks: int = 1, **more: Any) -> Any:
     )
     vars(text).update(more)
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(hf_text_config=text, is_moe="num_experts_per_tok" in more),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_size=1),
     )
 
 
@@ -115,6 +116,15 @@ def test_small_layers_are_worth_more_graphs(given: Any, expected: int) -> None:
 def test_graphs_that_are_not_measured_are_as_many_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
     assert _configured(config("1.7B")) == GRAPH_TOKENS
+
+
+def test_cores_that_step_together_have_vllms_graphs() -> None:
+    """All of them would compute as many tokens as the busiest one."""
+    mixture, dense = config("1.7B", **EXPERTS), config("1.7B")
+    for engine in (mixture, dense):
+        engine.parallel_config.data_parallel_size = 2
+    assert _configured(mixture) == 0
+    assert _configured(dense) == _configured(config("1.7B"))
 
 
 def _configured(config: Any, **arguments: Any) -> Any:

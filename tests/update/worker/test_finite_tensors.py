@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_fp8ext.update.worker import finite_tensors as module
 from vllm_fp8ext.update.worker.finite_tensors import finite_tensors
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -30,4 +31,12 @@ def test_one_value_is_found_among_tensors(value: float, dtype: torch.dtype) -> N
     assert finite_tensors(tensors, lambda: pauses.append(1)).finite
     tensors[2][1, 1] = value
     score = finite_tensors(tensors, lambda: pauses.append(1))
-    assert (score.finite, score.tokens, len(pauses)) == (False, 0, 6)
+    assert (score.finite, score.tokens, len(pauses)) == (False, 0, 2)
+
+
+def test_pauses_come_after_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause is a step of all ranks: one after each tensor would take a large model's prepare seconds."""
+    monkeypatch.setattr(module, "PAUSE_BYTES", 1000)
+    pauses: list[int] = []
+    finite_tensors([torch.ones(100) for _ in range(7)], lambda: pauses.append(1))
+    assert len(pauses) == 3  # after three of 400 bytes, after six, and at the end

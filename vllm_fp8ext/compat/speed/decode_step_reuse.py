@@ -56,6 +56,7 @@ REMOVE_WHEN: str = "vLLM keeps what does not change from step to step"
 SWITCH: tuple[str, object] = ("kernels.takes_decode_step_reuse", False)
 GPU_ONLY: bool = True
 PLAIN_ENGINES: bool = True
+ONE_RANK: bool = True
 
 PROCESSORS = 3
 """Number of logits processors in vLLM's own sampler.

@@ -50,7 +50,13 @@ ROUND = 1024
 def configure(config: Any, arguments: Any, graph_tokens: int | Literal["auto"] | None) -> None:
     """Decide for a `VllmConfig` up to how many tokens: `graph_tokens`, else as many as are worth it, unless the
     `EngineArgs` that it was made of say which sizes are captured. Where they say how large the KV cache is, or vLLM is told
-    not to measure what graphs take, it leaves no memory to more of them than usual."""
+    not to measure what graphs take, it leaves no memory to more of them than usual.
+
+    Cores of a mixture of experts replay graphs of the same size, that of the busiest one: theirs stay as large as vLLM's,
+    behind which each core computes its own tokens alone."""
+    in_step = config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+    if in_step and graph_tokens in (None, "auto"):
+        graph_tokens = 0
     compilation = arguments.compilation_config
     sizes = (
         *(arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size),

@@ -52,6 +52,7 @@ REMOVE_WHEN: str = "vLLM's graphs of steps that decode sample"
 SWITCH: tuple[str, object] = ("kernels.takes_decode_step_reuse", False)
 GPU_ONLY: bool = True
 PLAIN_ENGINES: bool = True
+ONE_RANK: bool = True
 
 logger = logging.getLogger("vllm.fp8ext")
 

@@ -67,14 +67,15 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
         if method.route is not None:
             layers.setdefault((holder.weight.shape[0], holder.weight.shape[1]), (holder, method))
     experts, norms = expert_layers(model), norms_that_add_one(model)
-    sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, max_tokens)}
+    gathered = max_tokens * max((method.moe.dp_size for _, method, _ in experts), default=1)  # of all ranks
+    sizes = {**_deep_gemm_sizes(layers, max_tokens), **expert_sizes(experts, gathered)}
     with ThreadPoolExecutor(1) as beside:
         device = next(model.parameters()).device
         ahead = beside.submit(compile_ahead, sizes, device)
         _compile(layers)
         for layer, method in layers.values():
             _run(layer, method, max_tokens, norms)
-        run_experts(experts, max_tokens, deep_gemm=False)
+        run_experts(experts, gathered, deep_gemm=False)
         formats = {method.scale_format for _, method in layers.values()}
         formats |= {method.scale_format for _, method, _ in experts}
         for scale_format in formats or {"fp32"}:
@@ -86,7 +87,7 @@ def warm_up(model: nn.Module, max_tokens: int, sampler: VllmConfig | None = None
         ahead.result()
     for layer, method in layers.values():
         _multiply(layer, method, max_tokens)
-    run_experts(experts, max_tokens, deep_gemm=True)
+    run_experts(experts, gathered, deep_gemm=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # a trainer on the same GPU may need what was left with the allocator
     if layers or experts:

@@ -78,17 +78,31 @@ def open_allocations(
     index = device_index(source.device)
     addresses: list[int] = []
     try:
-        # only while handles are opened: what reads the tensors runs on the rank's own GPU
-        with torch.cuda.device(index):
+        with _current(
+            index
+        ):  # only while handles are opened: what reads the tensors runs on the rank's own GPU
             for text, size in source.allocations:
                 addresses.append(_open(text))
                 _require_size(addresses[-1], size)
         yield AllocatedMemory(torch.device("cuda", index), addresses, source.bounds)
     finally:
         torch.cuda.current_stream().synchronize()  # the rank's own: what it queued may still read
-        with torch.cuda.device(index):
-            torch.cuda.current_stream().synchronize()  # copies between GPUs
+        if addresses:
+            with torch.cuda.device(index):
+                torch.cuda.current_stream().synchronize()  # copies between GPUs
         defer(partial(_close, index, addresses))
+
+
+@contextmanager
+def _current(index: int) -> Iterator[None]:
+    """Make a GPU the current one: of another GPU than the rank's own the first time takes memory there."""
+    try:
+        with torch.cuda.device(index):
+            yield
+    except RuntimeError as error:
+        raise _bad_handle(
+            f"expected a GPU that the rank can use beside its own, found cuda:{index}: {error}"
+        ) from None
 
 
 def _close(index: int, addresses: list[int]) -> None:
