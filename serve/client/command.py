@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fp8ext push | catch-up | status | abandon | rollback | verify`: a server's weights from a shell."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,34 +121,19 @@ def push(
             f"--instance is of one server, found {len(urls) if servers is None else 'a place of'} URLs"
         )
     end_on_sigterm()  # the update is given up
-    columns = (
-        TextColumn("sending"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=_errors) as bar:
-        task = bar.add_task("sending", total=None, visible=False)  # a refusal may come before
-        options["progress"] = lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
-        options |= {"checksum": not no_checksum, "id": resume}
-        try:
-            if servers is not None:
-                with client.Replicas(servers, key_of(key, key_file)) as replicas:
-                    updates = replicas.push(checkpoint, **options)
-            elif len(urls) == 1:
-                with client.Client(urls[0], key_of(key, key_file, urls[0])) as server:
-                    if resume:
-                        server.update(resume)
-                    updates = {urls[0]: server.push(checkpoint, instance=instance, **options)}
-            else:
-                with client.Replicas(urls, key_of(key, key_file, *urls)) as replicas:
-                    updates = replicas.push(checkpoint, **options)
-        except KeyboardInterrupt:
-            _errors.print(
-                "fp8ext: interrupted; the update was given up, unless its commit had begun: fp8ext status tells"
-            )
-            raise
+    with _sending() as progress:
+        options |= {"progress": progress, "checksum": not no_checksum, "id": resume}
+        if servers is not None:
+            with client.Replicas(servers, key_of(key, key_file)) as replicas:
+                updates = replicas.push(checkpoint, **options)
+        elif len(urls) == 1:
+            with client.Client(urls[0], key_of(key, key_file, urls[0])) as server:
+                if resume:
+                    server.update(resume)
+                updates = {urls[0]: server.push(checkpoint, instance=instance, **options)}
+        else:
+            with client.Replicas(urls, key_of(key, key_file, *urls)) as replicas:
+                updates = replicas.push(checkpoint, **options)
     if as_json:
         as_dicts = {url: update.model_dump(mode="json") for url, update in updates.items()}
         one = servers is None and len(urls) == 1
@@ -157,6 +143,27 @@ def push(
         result = update.result or {}
         title = f"epoch {result.get('epoch')} is served, version {result.get('version')}"
         _phases(title, url, update.seconds)
+
+
+@contextlib.contextmanager
+def _sending() -> Iterator[Callable[[int, int], None]]:
+    """Show how much was sent; yields what is told bytes sent and bytes in all."""
+    columns = (
+        TextColumn("sending"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=_errors) as bar:
+        task = bar.add_task("sending", total=None, visible=False)  # a refusal may come before
+        try:
+            yield lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
+        except KeyboardInterrupt:
+            _errors.print(
+                "fp8ext: interrupted; the update was given up, unless its commit had begun: fp8ext status tells"
+            )
+            raise
 
 
 @click.command("catch-up")
