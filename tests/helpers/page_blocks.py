@@ -46,6 +46,11 @@ NOT_RUN = {
         'fp8ext serve MODEL --speculative-config \'{"model"',
     ): "needs a second model; run by tests/e2e/test_speculative.py",
     ("docs/scale.md", "fp8ext serve MODEL --enable-lora"): "needs an adapter; run by tests/e2e/test_lora.py",
+    (
+        "docs/scale.md",
+        "fp8ext serve MODEL --pipeline-parallel-size",
+    ): "needs what vLLM lacks on a CPU; run by tests/e2e/test_pipeline_parallel.py",
+    ("docs/scale.md", "fp8ext bench http"): GPU,
     ("docs/scale.md", "fp8ext push"): "needs several servers; run by tests/e2e/test_replicas.py",
     ("docs/scale.md", "fp8ext catch-up"): "needs a server that joins late; run by tests/e2e/test_replicas.py",
     (
