@@ -189,9 +189,22 @@ class FaultyServer(Server):
 def run(server: FaultyServer, cell: Cell) -> Ending:
     """Let a fault strike a server that serves well, and see how it ends. A server that is untouched can take the next.
 
+    It is stopped where it can't: after a hang, which a thread of a rank stays in, and when nobody knows what became of it.
+
     Raises:
         AssertionError: it ended in another way than it must, or not in time.
     """
+    usable = False
+    try:
+        ending = _strike(server, cell)
+        usable = cell.kind != "hang"
+    finally:
+        if not usable:
+            server.stop()
+    return ending
+
+
+def _strike(server: FaultyServer, cell: Cell) -> Ending:
     with server.client() as client:
         client.push(server.early, version="early")
         if cell.point == "rollback":

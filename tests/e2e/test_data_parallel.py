@@ -240,9 +240,5 @@ def test_vllms_own_transfer_reaches_both_cores(server: FaultyServer) -> None:
 )
 def test_faults(started: Callable[[Key], FaultyServer], cell: Cell) -> None:
     """A fault on core 1 leaves both as they were, or poisons both, or ends the server."""
-    server = started((cell.experts, cell.deadline_seconds if cell.kind == "hang" else PATIENT_SECONDS))
-    try:
-        run(server, cell)
-    finally:
-        if cell.kind == "hang":  # a thread of a rank hangs for ever
-            server.stop()
+    deadline = cell.deadline_seconds if cell.kind == "hang" else PATIENT_SECONDS
+    run(started((cell.experts, deadline)), cell)

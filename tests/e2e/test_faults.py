@@ -189,14 +189,7 @@ def test_a_step_that_takes_longer_than_the_deadline_ends_nothing(faulty: Servers
     ],
 )
 def test_a_cell_ends_as_it_must(faulty: Servers, cell: Cell) -> None:
-    server = faulty((cell.ranks, cell.experts, cell.processes, cell.deadline_seconds))
-    try:
-        run(server, cell)
-    except BaseException:
-        server.stop()  # nobody knows what became of it
-        raise
-    if cell.kind == "hang":
-        server.stop()
+    run(faulty((cell.ranks, cell.experts, cell.processes, cell.deadline_seconds)), cell)
 
 
 @pytest.mark.full

@@ -358,9 +358,5 @@ def test_a_pause_of_others_lasts(server: FaultyServer) -> None:
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell)) for cell in IN_ORDER])
 def test_faults(started: Callable[[Key], FaultyServer], cell: Cell) -> None:
     """A fault on the last stage leaves both as they were, or poisons both, or ends the server."""
-    server = started((cell.ranks, cell.deadline_seconds if cell.kind == "hang" else PATIENT_SECONDS))
-    try:
-        run(server, cell)
-    finally:
-        if cell.kind == "hang":  # a thread of a rank hangs for ever
-            server.stop()
+    deadline = cell.deadline_seconds if cell.kind == "hang" else PATIENT_SECONDS
+    run(started((cell.ranks, deadline)), cell)
