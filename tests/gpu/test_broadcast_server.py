@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from vllm_fp8ext.bench.layouts import visible_gpus
 from vllm_fp8ext.demo.server import MODEL, Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -39,12 +40,6 @@ def checkpoints() -> Iterator[tuple[Path, Path]]:
         for seed, path in enumerate(both):
             write_checkpoint(path, "Qwen3-0.6B", seed, "cuda")
         yield both
-
-
-def visible() -> list[str]:
-    """The GPUs that this process sees, as the variable for them names them."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def trained(server: Server, ranks: int, *pushes: Any) -> subprocess.CompletedProcess[str]:
@@ -86,7 +81,7 @@ def test_a_server_serves_what_a_trainer_broadcasts(
     arguments = (*ARGUMENTS, *(TOGETHER if ranks == 2 else ()))
     settings = {"allowed_dirs": [str(early.parent)], "upload_idle_seconds": 10.0}
     variables = {
-        "CUDA_VISIBLE_DEVICES": ",".join(visible()[:ranks]),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[:ranks]),
         "VLLM_DEEP_GEMM_WARMUP": "skip",
     }
     log = tmp_path / "server.log"

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's trainers over NCCL: on the server's GPU, or on one of their own."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from trl_runs import TRAINERS, WAYS, Runs
 
+from vllm_fp8ext.bench.layouts import visible_gpus
 from vllm_fp8ext.checkpoints import EARLY
 from vllm_fp8ext.demo.server import MODEL, Server
 
@@ -42,17 +41,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     )
     log = tmp_path_factory.mktemp("trl") / "server.log"
     settings = {"upload_idle_seconds": IDLE_SECONDS}
-    variables = {"CUDA_VISIBLE_DEVICES": gpus()[0], "NCCL_HOSTID": "the-server"}
+    variables = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0], "NCCL_HOSTID": "the-server"}
     with Server(model, log, arguments=arguments, settings=settings, variables=variables) as started:
         started.wait(900)
         yield started
         print(started.tail(60))
-
-
-def gpus() -> list[str]:
-    """The GPUs that this process sees, as the variable for them names them."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return told.split(",") if told else [str(number) for number in range(torch.cuda.device_count())]
 
 
 @pytest.fixture(
@@ -65,7 +58,7 @@ def runs(request: pytest.FixtureRequest, server: Server, model: Path) -> Runs:
     """Trainers on the server's GPU, where NCCL must take them for a process of another machine, or on the next one."""
     place: int = request.param
     host = "the-server" if place else "the-trainer"
-    return Runs(server, model, SECONDS, {"CUDA_VISIBLE_DEVICES": gpus()[place], "NCCL_HOSTID": host})
+    return Runs(server, model, SECONDS, {"CUDA_VISIBLE_DEVICES": visible_gpus()[place], "NCCL_HOSTID": host})
 
 
 @pytest.mark.parametrize(("trainer", "way"), WAYS)

@@ -38,6 +38,10 @@ class Layout:
         parts = [f"{kind}{getattr(self, name)}" for kind, name in _KINDS.items() if getattr(self, name) > 1]
         return "+".join(parts) or "one"
 
+    def facts(self) -> dict[str, str]:
+        """Return what a case says of it: nothing of one GPU."""
+        return {} if self == Layout() else {"layout": str(self)}
+
     @property
     def ranks(self) -> int:
         """GPUs of one replica."""

@@ -186,7 +186,7 @@ def _measure(
             "logprobs": load.logprobs,
             "streamed": load.streamed,
             "variant": name[0],
-            **({"layout": str(name[1])} if name[1] != Layout() else {}),
+            **name[1].facts(),
             "tokens_per_s": round(statistics.median(samples[name]), 1),
             "samples": [round(sample, 1) for sample in samples[name]],
             "itl_p50": _quantile(gaps[name], 50),

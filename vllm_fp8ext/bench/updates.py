@@ -159,7 +159,7 @@ def _measure(
                 staging = "none" if variant == "stock" else settings.get("staging", "shadow")
                 case |= {"running": policy, "staging": staging, "settings": settings}
                 case |= {name: True for name in ("fused", "buckets") if getattr(options, name)}
-                case |= {} if options.layout == Layout() else {"layout": str(options.layout)}
+                case |= options.layout.facts()
                 case |= {"shared_gpu": True} if _shares(transport, options.layout) else {}
                 with (
                     pusher(variant, transport, policy, options, server, checkpoints) as push,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import vllm.envs as envs
 from vllm.config import CUDAGraphMode
 
+from vllm_fp8ext.compat.speed.supported_engines import steps_together
 from vllm_fp8ext.compat.wrapping import wrap
 from vllm_fp8ext.config import GRAPH_TOKENS
 from vllm_fp8ext.log import log_once
@@ -54,8 +55,7 @@ def configure(config: Any, arguments: Any, graph_tokens: int | Literal["auto"] |
 
     Cores of a mixture of experts replay graphs of the same size, that of the busiest one: theirs stay as large as vLLM's,
     behind which each core computes its own tokens alone."""
-    in_step = config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-    if in_step and graph_tokens in (None, "auto"):
+    if steps_together(config) and graph_tokens in (None, "auto"):
         graph_tokens = 0
     compilation = arguments.compilation_config
     sizes = (

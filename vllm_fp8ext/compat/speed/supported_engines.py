@@ -14,6 +14,11 @@ UPSTREAM: str = "none known"
 REMOVE_WHEN: str = "`decode_step_reuse` and `mixed_full_cudagraph` go"
 
 
+def steps_together(config: Any) -> bool:
+    """Tell whether cores of a mixture of experts step together. vLLM takes cores of a dense model for engines apart."""
+    return bool(config.parallel_config.data_parallel_size != 1 and config.model_config.is_moe)
+
+
 def is_plain(config: Any) -> bool:
     """Tell whether a `VllmConfig` is of one stage that generates text.
 
@@ -29,8 +34,7 @@ def reason_not_plain(config: Any) -> str | None:
         "speculative decoding": config.speculative_config is not None,
         "LoRA adapters": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size != 1,
-        # cores of a dense model know nothing of each other: vLLM takes each for an engine of its own
-        "data parallelism of experts": parallel.data_parallel_size != 1 and model.is_moe,
+        "data parallelism of experts": steps_together(config),
         "context parallelism of prompts": parallel.prefill_context_parallel_size != 1,
         f"a {model.runner_type} model": model.runner_type != "generate",
         "embeddings as prompts": model.enable_prompt_embeds,
