@@ -98,7 +98,7 @@ class Runs:
             return checkpoint_digests(checkpoint, Manifest.from_dict(client.manifest()))
 
     def first_digests(self) -> Any:
-        """Those of the checkpoint that the server was started with: computed once."""
+        """Return the digests of the server's first checkpoint, which are computed once."""
         if self.model not in _FIRST:
             _FIRST[self.model] = self.digests(self.model)
         return _FIRST[self.model]

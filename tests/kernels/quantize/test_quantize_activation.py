@@ -50,7 +50,7 @@ def test_codes_and_scales_are_the_references(
 def test_rows_may_be_wider_up_to_whole_blocks(
     device: str, several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies behind is zero, whatever was there; more than a program's groups, so that two write a row."""
+    """Columns behind are zero, whatever was there. Two programs write a row: it has more groups than one takes."""
     if several:
         monkeypatch.setattr("vllm_fp8ext.kernels.quantize.quantize_activation._LARGE_M", 1)
     k = GROUPS * BLOCK + 16
